@@ -1,0 +1,35 @@
+"""Layout of the processes, and how they are started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from moeflow.schema.fields import option
+
+
+@dataclass(slots=True)
+class ParallelConfig:
+    """Degrees of parallelism.  dp and edp are derived: world = pp*dp*tp, and dp*tp = edp*ep*etp inside a stage."""
+
+    pp: int = option(1, "pipeline stages", minimum=1)
+    tp: int = option(1, "tensor-parallel ranks of attention and dense MLPs", minimum=1)
+    ep: int = option(1, "ranks that the experts of one layer are spread over", minimum=1)
+    etp: int = option(1, "ranks that the hidden dimension of one expert is cut over", minimum=1)
+    engine: str = option("ddp", "who owns gradients and optimizer state", choices=("ddp",))
+    expert_dp_comm: str = option(
+        "dp",
+        "over which ranks expert gradients are reduced: the edp group, every rank of the stage, or none",
+        choices=("dp", "world", "none"),
+    )
+
+
+@dataclass(slots=True)
+class LaunchConfig:
+    """Processes and devices."""
+
+    processes: int = option(1, "processes to start (ignored when a launcher started this one)", minimum=1)
+    timeout_s: float = option(600.0, "seconds a collective may take before the run ends with a message", above=0.0)
+    device: str = option("auto", "device of the processes", choices=("auto", "cpu", "cuda"))
+    threads: Optional[int] = option(None, "CPU threads of each process; null shares the cores out", minimum=1)
+    port: Optional[int] = option(None, "rendezvous port; null takes a free one", minimum=1, maximum=65535)
