@@ -1,0 +1,31 @@
+"""The data movement and the arithmetic of one MoE layer, as torch custom operators.
+
+Every operator has a plain PyTorch implementation (the reference, and what CPUs run), a fake one for `torch.compile` and
+meta tensors, and its gradient.  On CUDA devices the same operators run this project's own kernels; which one an
+operator uses, and why, is `moeflow.ops.backend.describe()`.
+
+    top_k        scores [T, E]            -> values, ids [T, K]
+    histogram    ids [T, K]               -> choices per expert [E]
+    make_plan    ids [T, K]               -> DispatchPlan (where each choice's row stands)
+    dispatch     x [T, D], plan           -> rows [R, D], ordered by expert
+    grouped_mlp  rows [R, D], weights     -> rows [R, D]
+    combine      rows [R, D], weights     -> y [T, D]
+"""
+
+from moeflow.ops.capacity import expert_capacity, limit_by_capacity
+from moeflow.ops.grouped_mlp import grouped_mlp
+from moeflow.ops.permute import combine, dispatch
+from moeflow.ops.plan import DispatchPlan, histogram, make_plan
+from moeflow.ops.topk import top_k
+
+__all__ = [
+    "DispatchPlan",
+    "combine",
+    "dispatch",
+    "expert_capacity",
+    "grouped_mlp",
+    "histogram",
+    "limit_by_capacity",
+    "make_plan",
+    "top_k",
+]

@@ -1,0 +1,162 @@
+"""Two-layer MLPs of all local experts over rows that are ordered by expert.
+
+Legend: R rows, D model, F ffn, E experts, O output width.
+
+On CPUs one expert is finished (first layer, activation, second layer) while its rows are in the cache, straight into
+one output; the same in the backward pass.  Indexing stacked weights under autograd would instead make a gradient of the
+full stack for every expert, which costs O(E^2).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moeflow.ops import activation as act
+
+
+def grouped_mlp(
+    rows_RD: Tensor,
+    tokens_per_expert_E: Tensor,
+    w_in: Tensor,
+    b_in: Tensor | None,
+    w_out_EOF: Tensor,
+    b_out_EO: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """Return rows [R, O]: expert e maps its rows x to activation(x w_in[e]^T + b_in[e]) w_out[e]^T + b_out[e].
+
+    Args:
+        rows_RD: [R, D], ordered by expert.
+        tokens_per_expert_E: int64 [E], rows of each expert; sums to R.
+        w_in: [E, F, D], or [E, 2, F, D] (gate, up) for a gated activation.
+        b_in: [E, F] or [E, 2, F], or None.
+        w_out_EOF: [E, O, F].
+        b_out_EO: [E, O], or None.
+        activation: a name of `moeflow.ops.activation.NAMES`.
+
+    An expert without rows gets a zero gradient, never a missing one.  Under autocast the products run in its dtype.
+    """
+    device = rows_RD.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        rows_RD, w_in, w_out_EOF = rows_RD.to(dtype), w_in.to(dtype), w_out_EOF.to(dtype)
+        b_in = None if b_in is None else b_in.to(dtype)
+        b_out_EO = None if b_out_EO is None else b_out_EO.to(dtype)
+    out_RO, _ = _grouped_mlp(rows_RD, tokens_per_expert_E, w_in, b_in, w_out_EOF, b_out_EO, activation)
+    return out_RO
+
+
+def _segments(tokens_per_expert_E: Tensor, num_rows: int) -> list[tuple[int, int, int]]:
+    """(expert, first row, last row + 1) of the experts that have rows."""
+    counts, start, segments = tokens_per_expert_E.tolist(), 0, []
+    for expert, count in enumerate(counts):
+        if count:
+            segments.append((expert, start, start + count))
+        start += count
+    assert start == num_rows, f"tokens_per_expert sums to {start}, but there are {num_rows} rows"
+    return segments
+
+
+@torch.library.custom_op("moeflow::grouped_mlp", mutates_args=())
+def _grouped_mlp(
+    rows_RD: Tensor,
+    tokens_per_expert_E: Tensor,
+    w_in: Tensor,
+    b_in: Tensor | None,
+    w_out_EOF: Tensor,
+    b_out_EO: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    num_rows, hidden = rows_RD.shape[0], w_in.shape[1:-1]
+    out_RO = rows_RD.new_empty(num_rows, w_out_EOF.shape[1])
+    pre = rows_RD.new_empty(num_rows, *hidden)
+    for e, lo, hi in _segments(tokens_per_expert_E, num_rows):
+        pre_e, out_e = pre[lo:hi], out_RO[lo:hi]
+        _linear(rows_RD[lo:hi], w_in[e].flatten(0, -2), None if b_in is None else b_in[e].flatten(), pre_e.flatten(1))
+        hidden_e = act.forward(activation, pre_e)
+        _linear(hidden_e, w_out_EOF[e], None if b_out_EO is None else b_out_EO[e], out_e)
+    return out_RO, pre
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+@_grouped_mlp.register_fake
+def _(rows_RD, tokens_per_expert_E, w_in, b_in, w_out_EOF, b_out_EO, activation):
+    num_rows = rows_RD.shape[0]
+    return rows_RD.new_empty(num_rows, w_out_EOF.shape[1]), rows_RD.new_empty(num_rows, *w_in.shape[1:-1])
+
+
+@torch.library.custom_op("moeflow::grouped_mlp_backward", mutates_args=())
+def _grouped_mlp_backward(
+    grad_RO: Tensor,
+    rows_RD: Tensor,
+    pre: Tensor,
+    tokens_per_expert_E: Tensor,
+    w_in: Tensor,
+    w_out_EOF: Tensor,
+    activation: str,
+    has_b_in: bool,
+    has_b_out: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_rows_RD = torch.empty_like(rows_RD)
+    grad_w_in, grad_w_out = torch.empty_like(w_in), torch.empty_like(w_out_EOF)
+    grad_b_in = rows_RD.new_zeros(w_in.shape[:-1] if has_b_in else 0)
+    grad_b_out = rows_RD.new_zeros(w_out_EOF.shape[:2] if has_b_out else 0)
+    segments = _segments(tokens_per_expert_E, rows_RD.shape[0])
+    for e in sorted(set(range(w_in.shape[0])) - {e for e, _, _ in segments}):
+        grad_w_in[e].zero_()
+        grad_w_out[e].zero_()
+    for e, lo, hi in segments:
+        grad_e, x_e, pre_e = grad_RO[lo:hi], rows_RD[lo:hi], pre[lo:hi]
+        torch.mm(grad_e.t(), act.forward(activation, pre_e), out=grad_w_out[e])
+        grad_pre = act.backward(activation, torch.mm(grad_e, w_out_EOF[e]), pre_e).flatten(1)
+        torch.mm(grad_pre.t(), x_e, out=grad_w_in[e].flatten(0, -2))
+        torch.mm(grad_pre, w_in[e].flatten(0, -2), out=grad_rows_RD[lo:hi])
+        if has_b_in:
+            torch.sum(grad_pre, 0, out=grad_b_in[e].flatten())
+        if has_b_out:
+            torch.sum(grad_e, 0, out=grad_b_out[e])
+    return grad_rows_RD, grad_w_in, grad_b_in, grad_w_out, grad_b_out
+
+
+@_grouped_mlp_backward.register_fake
+def _(grad_RO, rows_RD, pre, tokens_per_expert_E, w_in, w_out_EOF, activation, has_b_in, has_b_out):
+    return (
+        torch.empty_like(rows_RD),
+        torch.empty_like(w_in),
+        rows_RD.new_empty(w_in.shape[:-1] if has_b_in else 0),
+        torch.empty_like(w_out_EOF),
+        rows_RD.new_empty(w_out_EOF.shape[:2] if has_b_out else 0),
+    )
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    rows_RD, tokens_per_expert_E, w_in, b_in, w_out_EOF, b_out_EO, ctx.activation = inputs
+    ctx.save_for_backward(rows_RD, output[1], tokens_per_expert_E, w_in, w_out_EOF)
+    ctx.has_bias = b_in is not None, b_out_EO is not None
+
+
+def _backward(ctx, grad_RO: Tensor, grad_pre: Tensor | None):
+    has_b_in, has_b_out = ctx.has_bias
+    saved = ctx.saved_tensors
+    grad_rows, grad_w_in, grad_b_in, grad_w_out, grad_b_out = _grouped_mlp_backward(
+        grad_RO.contiguous(), *saved, ctx.activation, has_b_in, has_b_out
+    )
+    return (
+        grad_rows,
+        None,
+        grad_w_in,
+        grad_b_in if has_b_in else None,
+        grad_w_out,
+        grad_b_out if has_b_out else None,
+        None,
+    )
+
+
+_grouped_mlp.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,171 @@
+"""Dispatch and combine: tokens to rows ordered by expert, and back.
+
+Legend: T tokens, D model, K top-k, R rows (dispatched choices).
+
+The two are each other's gradient: dispatch copies, so its gradient sums (combine without weights); combine sums, so its
+gradient copies (and weights).  Sums run over k in a fixed order in fp32, so results are the same on every run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moeflow.ops import backend
+from moeflow.ops.plan import DispatchPlan
+
+
+def dispatch(x_TD: Tensor, plan: DispatchPlan) -> Tensor:
+    """Copy each token to the row of each of its choices.
+
+    Args:
+        x_TD: [T, D].
+        plan: of the same T.
+
+    Returns:
+        rows [R, D] in the dtype of x, ordered by expert.
+    """
+    return _dispatch(x_TD, plan.row_of_TK, plan.slot_of_row_R)
+
+
+def combine(rows_RD: Tensor, plan: DispatchPlan, weights_TK: Tensor | None = None) -> Tensor:
+    """Sum the rows of each token's choices, weighted.
+
+    Args:
+        rows_RD: [R, D].
+        plan: the plan that dispatched the rows.
+        weights_TK: [T, K] floating point, or None for a plain sum.  A dropped choice adds nothing, whatever its weight.
+
+    Returns:
+        y [T, D] in the dtype of the rows.
+    """
+    if weights_TK is None:
+        return _gather_sum(rows_RD, plan.row_of_TK, plan.slot_of_row_R)
+    return _combine(rows_RD, weights_TK, plan.row_of_TK, plan.slot_of_row_R)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of sums: fp32 for half types."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _rows_of_choice(rows_RD: Tensor, row_of_T: Tensor) -> Tensor:
+    """Rows of one choice of each token, zero where it was dropped: [T, D]."""
+    if rows_RD.shape[0] == 0:
+        return rows_RD.new_zeros(row_of_T.shape[0], rows_RD.shape[1])
+    picked_TD = rows_RD.index_select(0, row_of_T.clamp(min=0))
+    # masked_fill and not a product: a row may hold inf or nan.
+    return picked_TD.masked_fill_((row_of_T < 0)[:, None], 0)
+
+
+def weighted_gather(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """Plain PyTorch statement of combine: y_t = sum_k w_tk rows[row_of_tk], over k in order."""
+    out_dtype, dtype = rows_RD.dtype, _wide(rows_RD.dtype)
+    y_TD = torch.zeros(row_of_TK.shape[0], rows_RD.shape[1], dtype=dtype, device=rows_RD.device)
+    for k in range(row_of_TK.shape[1]):
+        picked_TD = _rows_of_choice(rows_RD, row_of_TK[:, k]).to(dtype)
+        if weights_TK is None:
+            y_TD += picked_TD
+        else:
+            y_TD.addcmul_(picked_TD, weights_TK[:, k : k + 1].to(dtype))
+    return y_TD.to(out_dtype)
+
+
+@torch.library.custom_op("moeflow::dispatch", mutates_args=())
+def _dispatch(x_TD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor) -> Tensor:
+    if backend.use_cupy("dispatch", x_TD):
+        from moeflow.ops import _cupy
+
+        return _cupy.dispatch(x_TD, row_of_TK, slot_of_row_R)
+    top_k = max(row_of_TK.shape[1], 1)
+    return x_TD.index_select(0, slot_of_row_R // top_k)
+
+
+@_dispatch.register_fake
+def _(x_TD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor) -> Tensor:
+    return x_TD.new_empty(slot_of_row_R.shape[0], x_TD.shape[1])
+
+
+def _dispatch_setup(ctx, inputs, output) -> None:
+    _, row_of_TK, slot_of_row_R = inputs
+    ctx.save_for_backward(row_of_TK, slot_of_row_R)
+
+
+def _dispatch_backward(ctx, grad_rows_RD: Tensor):
+    return _gather_sum(grad_rows_RD.contiguous(), *ctx.saved_tensors), None, None
+
+
+_dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
+
+
+@torch.library.custom_op("moeflow::gather_sum", mutates_args=())
+def _gather_sum(rows_RD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor) -> Tensor:
+    if backend.use_cupy("combine", rows_RD):
+        from moeflow.ops import _cupy
+
+        return _cupy.combine(rows_RD, row_of_TK, None)
+    return weighted_gather(rows_RD, row_of_TK, None)
+
+
+@_gather_sum.register_fake
+def _(rows_RD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor) -> Tensor:
+    return rows_RD.new_empty(row_of_TK.shape[0], rows_RD.shape[1])
+
+
+def _gather_sum_backward(ctx, grad_TD: Tensor):
+    return _dispatch(grad_TD.contiguous(), *ctx.saved_tensors), None, None
+
+
+_gather_sum.register_autograd(_gather_sum_backward, setup_context=_dispatch_setup)
+
+
+@torch.library.custom_op("moeflow::combine", mutates_args=())
+def _combine(rows_RD: Tensor, weights_TK: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor) -> Tensor:
+    if backend.use_cupy("combine", rows_RD):
+        from moeflow.ops import _cupy
+
+        return _cupy.combine(rows_RD, row_of_TK, weights_TK)
+    return weighted_gather(rows_RD, row_of_TK, weights_TK)
+
+
+@_combine.register_fake
+def _(rows_RD: Tensor, weights_TK: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor) -> Tensor:
+    return rows_RD.new_empty(row_of_TK.shape[0], rows_RD.shape[1])
+
+
+@torch.library.custom_op("moeflow::combine_backward", mutates_args=())
+def _combine_backward(
+    grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    if backend.use_cupy("combine", rows_RD):
+        from moeflow.ops import _cupy
+
+        return _cupy.combine_backward(grad_TD, rows_RD, weights_TK, row_of_TK, slot_of_row_R)
+    dtype = _wide(rows_RD.dtype)
+    top_k = max(row_of_TK.shape[1], 1)
+    slots_R = slot_of_row_R.to(torch.int64)
+    grad_of_row_RD = grad_TD.index_select(0, slots_R // top_k).to(dtype)
+    dot_R = (grad_of_row_RD * rows_RD).sum(dim=1, dtype=dtype)
+    grad_weights_N = torch.zeros(weights_TK.numel(), dtype=dtype, device=rows_RD.device)
+    grad_weights_N[slots_R] = dot_R
+    weight_of_row_R = weights_TK.reshape(-1).index_select(0, slots_R).to(dtype)
+    grad_rows_RD = grad_of_row_RD.mul_(weight_of_row_R[:, None])
+    return grad_rows_RD.to(rows_RD.dtype), grad_weights_N.view_as(weights_TK).to(weights_TK.dtype)
+
+
+@_combine_backward.register_fake
+def _(grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor):
+    return torch.empty_like(rows_RD), torch.empty_like(weights_TK)
+
+
+def _combine_setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _combine_grad(ctx, grad_TD: Tensor):
+    rows_RD, weights_TK, row_of_TK, slot_of_row_R = ctx.saved_tensors
+    grads = _combine_backward(grad_TD.contiguous(), rows_RD, weights_TK, row_of_TK, slot_of_row_R)
+    return *grads, None, None
+
+
+_combine.register_autograd(_combine_grad, setup_context=_combine_setup)
