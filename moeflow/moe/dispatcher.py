@@ -1,0 +1,55 @@
+"""Where the rows go between dispatch and the experts.
+
+A layer is built with the local dispatcher: all experts are here, and nothing moves.  `moeflow.parallel` replaces it by
+one that sends the rows to the ranks that hold their experts.  What the way back needs travels in the returned value, so
+that a dispatcher keeps nothing between calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Dispatcher(Protocol):
+    """Moves rows to their experts and back.
+
+    Legend: T tokens, D model, R rows, E experts of the layer in all, L experts on this rank.
+    """
+
+    def split_tokens(self, x_TD: Tensor) -> Tensor:
+        """Take this rank's share of tokens that several ranks hold alike."""
+        ...
+
+    def merge_tokens(self, y_TD: Tensor, num_tokens: int) -> Tensor:
+        """Undo `split_tokens` on the layer's output: the outputs of all `num_tokens` tokens."""
+        ...
+
+    def dispatch(self, rows_RD: Tensor, tokens_per_expert_E: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Send rows, ordered by expert, to where their experts are.
+
+        Returns:
+            rows here, ordered by local expert; int64 [L] rows of each local expert; what `combine` needs.
+        """
+        ...
+
+    def combine(self, rows_RD: Tensor, state: Any) -> Tensor:
+        """Bring the experts' outputs back, in the order in which `dispatch` got the rows."""
+        ...
+
+
+class LocalDispatcher:
+    """All experts are in this process."""
+
+    def split_tokens(self, x_TD: Tensor) -> Tensor:
+        return x_TD
+
+    def merge_tokens(self, y_TD: Tensor, num_tokens: int) -> Tensor:
+        return y_TD
+
+    def dispatch(self, rows_RD: Tensor, tokens_per_expert_E: Tensor) -> tuple[Tensor, Tensor, Any]:
+        return rows_RD, tokens_per_expert_E, None
+
+    def combine(self, rows_RD: Tensor, state: Any) -> Tensor:
+        return rows_RD

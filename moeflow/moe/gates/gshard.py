@@ -1,0 +1,33 @@
+"""GShard gate.
+
+Legend: T tokens, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moeflow.moe.gates.base import Gate
+
+
+class GShardGate(Gate):
+    """Top-2 with a second expert that is taken by chance (GShard, arXiv:2006.16668, algorithm 1).
+
+    In training the second choice is kept with probability min(1, 2 w_2), w_2 its normalized weight; a choice given up
+    takes no capacity.  The load-balance loss counts first choices, over all experts of the layer (FastMoE uses the
+    experts of one worker, so that its loss shrinks as workers are added).
+    """
+
+    may_give_up = True
+
+    def choose(self, logits_TE: Tensor, probs_TE: Tensor) -> tuple[Tensor, Tensor]:
+        ids_TK, weights_TK = super().choose(logits_TE, probs_TE)
+        if self.training and self.config.random_second:
+            share_T = (weights_TK[:, 1] / weights_TK.sum(dim=1)).detach()
+            kept_T = torch.rand_like(share_T) < 2 * share_T
+            ids_TK = torch.stack([ids_TK[:, 0], torch.where(kept_T, ids_TK[:, 1], -1)], dim=1)
+        return ids_TK, weights_TK
+
+    def balanced_ids(self, ids_TK: Tensor) -> Tensor:
+        return ids_TK[:, :1]
