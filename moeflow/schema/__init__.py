@@ -6,7 +6,7 @@ metadata of a field).  They import neither torch nor Hydra, so the planner and t
     RunConfig -> run, model, gate, parallel, data, optim, schedule, precision, trainer, checkpoint, tracker, launch, ops
 """
 
-from moeflow.schema.data import CifarData, DataConfig
+from moeflow.schema.data import DATASETS, CifarData, DataConfig, TextData
 from moeflow.schema.gate import (
     GATES,
     GateConfig,
@@ -29,6 +29,7 @@ from moeflow.schema.run import (
 )
 
 __all__ = [
+    "DATASETS",
     "GATES",
     "MODELS",
     "CheckpointConfig",
@@ -50,6 +51,7 @@ __all__ = [
     "RunSection",
     "ScheduleConfig",
     "SwitchGateConfig",
+    "TextData",
     "TrackerConfig",
     "TrainerConfig",
 ]
