@@ -19,7 +19,9 @@ class DataConfig:
         choices=("auto", "real", "synthetic"),
     )
     root: Optional[str] = option(
-        None, "folder of the data, which must exist; null looks in $MOEFLOW_DATA, ./data, ~/.cache/moeflow/data"
+        None,
+        "folder of the data, which must exist; null looks in $MOEFLOW_DATA, ./data, ~/.cache/moeflow/data",
+        path=True,
     )
     on_missing: str = option(
         "synthetic",
@@ -51,7 +53,9 @@ class TextData(DataConfig):
 
     name: str = option("text", "data set")
     path: Optional[str] = option(
-        None, "text file (relative to data.root where that is given); null takes the text of Python's own manual"
+        None,
+        "text file (relative to data.root where that is given); null takes the text of Python's own manual",
+        path_under="root",
     )
     level: str = option("char", "one token a character, or a byte", choices=("char", "byte"))
     seq_len: int = option(64, "tokens of a window", minimum=1)

@@ -19,9 +19,7 @@ class GateConfig:
         "tokens an expert takes = ceil(factor * top_k * tokens / num_experts); null drops nothing (dropless)",
         above=0.0,
     )
-    eval_capacity_factor: Optional[float] = option(
-        None, "the same in evaluation; null means as in training", above=0.0
-    )
+    eval_capacity_factor: Optional[float] = option(None, "the same in evaluation; null means as in training", above=0.0)
     drop_policy: str = option(
         "position", "who is kept when an expert is full", choices=("position", "probability", "random")
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import List, Optional
 
 from moeflow.schema.fields import option
@@ -15,9 +15,7 @@ class OptimConfig:
     name: str = option("adamw", "optimizer", choices=("adamw", "sgd"))
     lr: float = option(1e-3, "peak learning rate", above=0.0)
     weight_decay: float = option(0.01, "decoupled weight decay of matrices and convolutions", minimum=0.0)
-    betas: List[float] = field(
-        default_factory=lambda: [0.9, 0.95], metadata={"help": "AdamW's decay rates of both moments"}
-    )
+    betas: List[float] = option([0.9, 0.95], "AdamW's decay rates of both moments", minimum=0.0, below=1.0, length=2)
     eps: float = option(1e-8, "AdamW's epsilon", above=0.0)
     momentum: float = option(0.9, "SGD's momentum", minimum=0.0)
     nesterov: bool = option(True, "SGD with Nesterov momentum")

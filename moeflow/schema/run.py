@@ -17,11 +17,15 @@ from moeflow.schema.parallel import LaunchConfig, ParallelConfig
 class RunSection:
     """Identity of the run."""
 
-    seed: int = option(0, "seed of initial values, sample order, augmentation and gate noise", minimum=0)
+    seed: int = option(
+        0, "seed of initial values, sample order, augmentation and gate noise", minimum=0, maximum=2**32 - 1
+    )
     name: Optional[str] = option(None, "name shown in lists and trackers; null takes the recipe's")
     recipe: Optional[str] = option(None, "recipe that the run was made from (filled in)")
-    root: str = option("outputs", "folder under which run folders are made")
-    dir: Optional[str] = option(None, "run folder; null makes ROOT/RECIPE/TIME-ID; must not hold a run already")
+    root: str = option("outputs", "folder under which run folders are made", path=True)
+    dir: Optional[str] = option(
+        None, "run folder; null makes ROOT/RECIPE/TIME-ID; must not hold a run already", path=True
+    )
 
 
 @dataclass(slots=True)
@@ -56,7 +60,7 @@ class PrecisionConfig:
 class TrackerConfig:
     """Trackers beside the always-written metrics.jsonl and metrics.csv; none of them can end a run."""
 
-    names: List[str] = field(default_factory=list, metadata={"help": "any of tensorboard, wandb"})
+    names: List[str] = option([], "any of tensorboard, wandb", choices=("tensorboard", "wandb"))
     project: str = option("moeflow", "W&B project")
     mode: str = option("offline", "W&B mode", choices=("online", "offline", "disabled"))
 
@@ -85,4 +89,6 @@ class RunConfig:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     ops: OpsConfig = field(default_factory=OpsConfig)
-    resume: Optional[str] = option(None, "'auto' goes on with the newest run of the recipe (or run.dir); null starts anew")
+    resume: Optional[str] = option(
+        None, "'auto' goes on with the newest run of the recipe (or run.dir); null starts anew"
+    )
