@@ -14,7 +14,7 @@ operator uses, and why, is `moeflow.ops.backend.describe()`.
 
 from moeflow.ops.capacity import expert_capacity, limit_by_capacity
 from moeflow.ops.grouped_mlp import grouped_mlp
-from moeflow.ops.permute import combine, dispatch
+from moeflow.ops.permute import combine, dispatch, reorder
 from moeflow.ops.plan import DispatchPlan, histogram, make_plan
 from moeflow.ops.topk import top_k
 
@@ -27,5 +27,6 @@ __all__ = [
     "histogram",
     "limit_by_capacity",
     "make_plan",
+    "reorder",
     "top_k",
 ]

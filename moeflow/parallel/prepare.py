@@ -1,0 +1,67 @@
+"""Accelerate's door: launch environment, device, precision and gradient accumulation.
+
+Gradients are reduced by `moeflow.parallel.gradients` and not by DistributedDataParallel, which would average the
+experts of different ranks and broadcast rank 0's over them.  So the model is prepared for its precision only.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+from torch import nn
+from torch.optim import Optimizer
+
+from moeflow.errors import ConfigError
+from moeflow.schema import RunConfig
+
+_MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+
+
+def make_accelerator(config: RunConfig) -> Accelerator:
+    """Build the Accelerator of this process; joins the process group when a launcher's variables are there.
+
+    Raises:
+        ConfigError: the device or the precision is not to be had here.
+    """
+    use_cpu = config.launch.device == "cpu" or (config.launch.device == "auto" and not torch.cuda.is_available())
+    if config.launch.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("launch.device=cuda: no CUDA device is visible to torch", "launch.device=cpu")
+    if config.precision.dtype == "fp16" and use_cpu:
+        raise ConfigError("precision=fp16: CPUs train in fp32 or bf16", "precision=bf16")
+    timeout = timedelta(seconds=config.launch.timeout_s)
+    return Accelerator(
+        cpu=use_cpu,
+        mixed_precision=_MIXED[config.precision.dtype],
+        gradient_accumulation_steps=config.trainer.grad_accum,
+        step_scheduler_with_optimizer=False,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+    )
+
+
+def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    """Give the model its autocast and the optimizer its accumulation and gradient scaler."""
+    model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+    return model, accelerator.prepare_optimizer(optimizer, device_placement=False)
+
+
+def loss_scale(accelerator: Accelerator) -> float:
+    """What Accelerate multiplies the loss by before backward: 1 / accumulation steps, times the gradient scaler's."""
+    scale = 1.0 / accelerator.gradient_accumulation_steps
+    scaler = accelerator.scaler
+    return scale if scaler is None else scale * scaler.get_scale()
+
+
+def share_overflow(accelerator: Accelerator, optimizer: Optimizer, norm: torch.Tensor) -> None:
+    """Let every rank skip an fp16 step if any rank's gradients overflowed.
+
+    Torch's scaler looks at this rank's gradients only, and with experts on other ranks the ranks would part.  The
+    global norm is infinite or nan on all of them alike.
+    """
+    if accelerator.scaler is None:
+        return
+    state = accelerator.scaler._per_optimizer_states[id(optimizer.optimizer)]
+    for found in state["found_inf_per_device"].values():
+        found.fill_(0.0 if torch.isfinite(norm) else 1.0)

@@ -1,0 +1,101 @@
+"""Process groups of a layout.
+
+Each distinct set of ranks gets one group, created by its members alone, so that starting up costs every rank the same
+few calls whatever the number of ranks.  An axis of size one has no group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from moeflow.schema.layout import AXES, Layout
+from moeflow.schema.parallel import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that differ on one axis (or the ranks of a whole stage).
+
+    Attributes:
+        name: axis, or "stage" or "world".
+        ranks: global ranks, ascending; a rank's place in it is its group rank.
+        rank: group rank of this process.
+        process_group: None when the group has one rank.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    process_group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A layout seen from one rank, with its process groups.
+
+    `groups` holds a `Group` for every axis of pp, dp, tp, edp, ep, etp, and for "stage" and "world".
+    """
+
+    layout: Layout
+    rank: int
+    groups: dict[str, Group] = field(default_factory=dict)
+
+    @classmethod
+    def alone(cls) -> Topology:
+        """The topology of one process without torch.distributed."""
+        layout = Layout(1)
+        return cls(layout, 0, {name: Group(name, (0,), 0) for name in (*AXES, "stage", "world")})
+
+    @classmethod
+    def create(cls, config: ParallelConfig, timeout_s: float) -> Topology:
+        """Create the groups of this process.  Every rank of the world must call it.
+
+        Args:
+            config: degrees; checked against the number of processes.
+            timeout_s: seconds that a collective may take.
+
+        Raises:
+            ConfigError: the degrees do not divide the number of processes.
+        """
+        if not dist.is_initialized():
+            Layout(1, config.pp, config.tp, config.ep, config.etp)
+            return cls.alone()
+        layout = Layout(dist.get_world_size(), config.pp, config.tp, config.ep, config.etp)
+        rank = dist.get_rank()
+        ranks_of = {axis: tuple(layout.group(rank, axis)) for axis in AXES}
+        ranks_of["stage"] = tuple(layout.stage_group(rank))
+        ranks_of["world"] = tuple(range(layout.world))
+        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {ranks_of["world"]: dist.group.WORLD}
+        groups = {}
+        for name, ranks in ranks_of.items():
+            if ranks not in made:
+                made[ranks] = _new_group(name, ranks, timeout_s)
+            process_group = made[ranks] if len(ranks) > 1 else None
+            groups[name] = Group(name, ranks, ranks.index(rank), process_group)
+        return cls(layout, rank, groups)
+
+    def __getitem__(self, name: str) -> Group:
+        return self.groups[name]
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which speaks and writes."""
+        return self.rank == 0
+
+
+def _new_group(name: str, ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup | None:
+    if len(ranks) == 1:
+        return None
+    return dist.new_group(
+        list(ranks),
+        timeout=timedelta(seconds=timeout_s),
+        use_local_synchronization=True,
+        group_desc=f"moeflow_{name}",
+    )
