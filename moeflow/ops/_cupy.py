@@ -112,9 +112,7 @@ class Engine:
         self._streams: dict[tuple[int, int], Any] = {}
         self._processors: dict[int, int] = {}
 
-    def num_blocks(
-        self, wanted: int, device: torch.device, per_processor: int = 8
-    ) -> int:
+    def num_blocks(self, wanted: int, device: torch.device, per_processor: int = 8) -> int:
         """Blocks to launch: what is wanted, but no more than fill the device; kernels stride over the rest."""
         index = self._index(device)
         if index not in self._processors:
@@ -158,9 +156,7 @@ class Engine:
             return device.index
         return torch.cuda.current_device() if device.type == "cuda" else 0
 
-    def _function(
-        self, source: str, kernel: str, template: Sequence[str | int], index: int
-    ) -> Any:
+    def _function(self, source: str, kernel: str, template: Sequence[str | int], index: int) -> Any:
         expression = f"moeflow::{kernel}<{', '.join(map(str, template))}>"
         key = (source, expression, index)
         if key not in self._functions:
@@ -189,13 +185,9 @@ class Engine:
         if (index, handle) not in self._streams:
             stream = self.cupy.cuda.Stream
             if hasattr(stream, "from_external"):  # CuPy 14
-                self._streams[index, handle] = stream.from_external(
-                    _ForeignStream(handle)
-                )
+                self._streams[index, handle] = stream.from_external(_ForeignStream(handle))
             else:
-                self._streams[index, handle] = self.cupy.cuda.ExternalStream(
-                    handle, index
-                )
+                self._streams[index, handle] = self.cupy.cuda.ExternalStream(handle, index)
         return self._streams[index, handle]
 
 
@@ -204,9 +196,7 @@ def _raw(argument: Any) -> Any:
         return 0
     if isinstance(argument, Tensor):
         return argument.data_ptr()
-    assert isinstance(argument, np.generic), (
-        f"a scalar needs the type of its parameter: {argument!r}"
-    )
+    assert isinstance(argument, np.generic), f"a scalar needs the type of its parameter: {argument!r}"
     return argument
 
 

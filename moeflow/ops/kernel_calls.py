@@ -34,26 +34,20 @@ def _require(
     if tensor.dim() != len(shape) or any(
         want not in (None, have) for want, have in zip(shape, tensor.shape, strict=True)
     ):
-        raise KernelError(
-            f"{name} has shape {tuple(tensor.shape)}: the kernel takes {shape}"
-        )
+        raise KernelError(f"{name} has shape {tuple(tensor.shape)}: the kernel takes {shape}")
     if not tensor.is_contiguous():
         raise KernelError(
             f"{name} is not contiguous (strides {tensor.stride()})",
             f"pass {name}.contiguous()",
         )
     if like is not None and tensor.device != like.device:
-        raise KernelError(
-            f"{name} is on {tensor.device}, and the other tensors are on {like.device}"
-        )
+        raise KernelError(f"{name} is on {tensor.device}, and the other tensors are on {like.device}")
 
 
 def _engine_for(tensor: Tensor) -> Engine:
     chosen = engine()
     if tensor.device.type != chosen.device_type:
-        raise KernelError(
-            f"the kernels run on {chosen.device_type} tensors, and one is on {tensor.device}"
-        )
+        raise KernelError(f"the kernels run on {chosen.device_type} tensors, and one is on {tensor.device}")
     return chosen
 
 
@@ -62,10 +56,7 @@ def _width(row_length: int, *tensors: Tensor) -> int:
     size = tensors[0].element_size()
     width = 16 // size
     while width > 1 and (
-        row_length % width
-        or any(
-            tensor.data_ptr() % (width * size) for tensor in tensors if tensor.numel()
-        )
+        row_length % width or any(tensor.data_ptr() % (width * size) for tensor in tensors if tensor.numel())
     ):
         width //= 2
     return width
@@ -88,9 +79,7 @@ FLOATS = tuple(CPP_NAME)
 INT32 = (torch.int32,)
 
 
-def dispatch(
-    x_TD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: bool = False
-) -> Tensor:
+def dispatch(x_TD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: bool = False) -> Tensor:
     """Copy each token to the rows of its choices.
 
     Args:
@@ -118,9 +107,7 @@ def dispatch(
         "permute",
         "dispatch_rows",
         (CPP_NAME[x_TD.dtype], moved, _choices(top_k)),
-        run.num_blocks(
-            -(-max(num_tokens, num_rows if padded else 0) // block[1]), x_TD.device
-        ),
+        run.num_blocks(-(-max(num_tokens, num_rows if padded else 0) // block[1]), x_TD.device),
         block,
         (
             x_TD,
@@ -206,12 +193,8 @@ def combine_backward(
     _require("row_of", row_of_TK, rows_RD, INT32, (None, None))
     _require("slot_of_row", slot_of_row_R, rows_RD, INT32, (num_rows,))
     wide_weights_TK = _weights(weights_TK, row_of_TK)
-    grad_rows_RD = run.empty(
-        (num_rows, width), dtype=rows_RD.dtype, device=rows_RD.device
-    )
-    grad_weights_TK = run.empty(
-        (num_tokens, top_k), dtype=torch.float32, device=rows_RD.device
-    )
+    grad_rows_RD = run.empty((num_rows, width), dtype=rows_RD.dtype, device=rows_RD.device)
+    grad_weights_TK = run.empty((num_tokens, top_k), dtype=torch.float32, device=rows_RD.device)
     if num_tokens and top_k:
         moved = _width(width, grad_TD, rows_RD, grad_rows_RD)
         block = _block(width // moved, least=32)

@@ -35,15 +35,13 @@ class FakeCupy:
         )
         self.launches: list[str] = []
         self.cuda = SimpleNamespace(
-            Device=lambda index: _Device(),
+            Device=_Device,
             compiler=SimpleNamespace(CompileException=ZeroDivisionError),
         )
 
     def RawModule(self, *, code, options, backend, name_expressions):
         assert backend == "nvrtc" and "-std=c++17" in options
-        return _Module(
-            self, code if self.edit is None else self.edit(code), name_expressions
-        )
+        return _Module(self, code if self.edit is None else self.edit(code), name_expressions)
 
 
 class _Device(nullcontext):
@@ -75,9 +73,7 @@ class _Function:
         arena = self.owner.arena
         for i, value in enumerate(args):
             if type(value) is int and value != 0 and not arena.knows(value):
-                raise HostError(
-                    f"{self.name}: argument {i} points at no guarded tensor"
-                )
+                raise HostError(f"{self.name}: argument {i} points at no guarded tensor")
         self.owner.launches.append(self.name)
         before = arena.snapshot()
         outcome = None
@@ -87,9 +83,7 @@ class _Function:
             arena.check()
             after = arena.snapshot()
             if outcome is not None and after != outcome:
-                raise HostError(
-                    f"{self.name}: another order of threads gives another result (seed {seed})"
-                )
+                raise HostError(f"{self.name}: another order of threads gives another result (seed {seed})")
             outcome = after
 
 
@@ -98,9 +92,7 @@ def host_engine(arena: Arena, **options) -> Engine:
     return Engine(
         FakeCupy(arena, **options),
         device_type="cpu",
-        empty=lambda shape, dtype, device=None: arena.empty(
-            tuple(shape), dtype, "output"
-        ),
+        empty=lambda shape, dtype, device=None: arena.empty(tuple(shape), dtype, "output"),
     )
 
 

@@ -65,8 +65,7 @@ class Kernel(ctypes.Structure):
 def build_folder() -> Path:
     """Folder of compiled libraries, kept between runs and keyed by the sources."""
     folder = Path(
-        os.environ.get("MOEFLOW_CUDA_HOST_CACHE")
-        or Path(tempfile.gettempdir()) / f"moeflow-cuda-host-{os.getuid()}"
+        os.environ.get("MOEFLOW_CUDA_HOST_CACHE") or Path(tempfile.gettempdir()) / f"moeflow-cuda-host-{os.getuid()}"
     )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
@@ -84,9 +83,7 @@ def _compile(source: str, stem: str, flags: Sequence[str]) -> Path:
         )
         text.write_text(source)
         command = ["g++", *flags, f"-I{HERE}", str(text), "-o", str(made), "-lm"]
-        done = subprocess.run(
-            command, check=False, capture_output=True, text=True, timeout=300
-        )
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
         if done.returncode != 0:
             raise HostError(f"g++ refused {stem}:\n{done.stderr[:6000]}")
         made.rename(library)
@@ -124,20 +121,14 @@ class HostModule:
         stem: str = "kernels",
     ):
         host = runtime()
-        entries = ",\n".join(
-            f'cuda_host::Describe<&{name}>::as("{name}")' for name in names
-        )
+        entries = ",\n".join(f'cuda_host::Describe<&{name}>::as("{name}")' for name in names)
         source = '#include "cuda_host.hpp"\n' + code + FOOTER.format(entries=entries)
-        library = ctypes.CDLL(
-            str(_compile(source, stem, [*FLAGS, *defines])), mode=ctypes.RTLD_LOCAL
-        )
+        library = ctypes.CDLL(str(_compile(source, stem, [*FLAGS, *defines])), mode=ctypes.RTLD_LOCAL)
         library.cuda_host_kernel.restype = ctypes.POINTER(Kernel)
         self._launch = host.cuda_host_launch
         self._segment = ctypes.cast(library.cuda_host_segment, ctypes.c_void_p)
         self._library = library
-        self.kernels = {
-            name: library.cuda_host_kernel(i) for i, name in enumerate(names)
-        }
+        self.kernels = {name: library.cuda_host_kernel(i) for i, name in enumerate(names)}
 
     def launch(
         self,
@@ -160,9 +151,7 @@ class HostModule:
         """
         kernel = self.kernels[name]
         slots, keep = _pack(name, kernel.contents, arguments)
-        sizes = [
-            (ctypes.c_uint * 3)(*[*map(int, each), 1, 1][:3]) for each in (grid, block)
-        ]
+        sizes = [(ctypes.c_uint * 3)(*[*map(int, each), 1, 1][:3]) for each in (grid, block)]
         error = ctypes.create_string_buffer(1000)
         status = self._launch(
             kernel,
@@ -181,9 +170,7 @@ class HostModule:
 
 def _pack(name: str, kernel: Kernel, arguments: Sequence):
     if len(arguments) != kernel.num_parameters:
-        raise HostError(
-            f"{name} takes {kernel.num_parameters} arguments and was given {len(arguments)}"
-        )
+        raise HostError(f"{name} takes {kernel.num_parameters} arguments and was given {len(arguments)}")
     keep, kinds = [], kernel.kind
     slots = (ctypes.c_void_p * max(1, len(arguments)))()
     for i, value in enumerate(arguments):

@@ -28,9 +28,7 @@ class Arena:
 
     def __init__(self, side: str = "end", offset: int = 0):
         self.side, self.offset = side, offset
-        self._buffers: list[
-            tuple[int, int, np.ndarray, np.ndarray, np.ndarray, str]
-        ] = []
+        self._buffers: list[tuple[int, int, np.ndarray, np.ndarray, np.ndarray, str]] = []
 
     def empty(self, shape, dtype: torch.dtype, name: str = "?") -> torch.Tensor:
         """A tensor full of poison."""
@@ -55,12 +53,8 @@ class Arena:
         if num_bytes == 0:
             tensor = torch.empty(shape, dtype=dtype)
         else:
-            tensor = torch.frombuffer(
-                area, dtype=dtype, count=count, offset=first
-            ).view(*shape)
-            fill = np.tile(
-                np.array([POISON], np.uint16).view(np.uint8), -(-num_bytes // 2)
-            )[:num_bytes]
+            tensor = torch.frombuffer(area, dtype=dtype, count=count, offset=first).view(*shape)
+            fill = np.tile(np.array([POISON], np.uint16).view(np.uint8), -(-num_bytes // 2))[:num_bytes]
             view[first:last] = fill
         self._buffers.append(
             (
@@ -81,9 +75,7 @@ class Arena:
 
     def knows(self, pointer: int) -> bool:
         """Whether a pointer is the start or the inside of a tensor of this arena."""
-        return any(
-            begin <= pointer < begin + max(size, 1) for begin, size, *_ in self._buffers
-        )
+        return any(begin <= pointer < begin + max(size, 1) for begin, size, *_ in self._buffers)
 
     def snapshot(self) -> list[bytes]:
         """Contents of every tensor."""

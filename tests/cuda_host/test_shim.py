@@ -11,23 +11,15 @@ from tests.cuda_host.fake_cupy import bits, host_engine, with_engine
 from tests.cuda_host.host import HERE, HostError, HostModule
 from tests.cuda_host.memory import Arena
 
-SOURCE = (_cupy.source_folder() / "platform.cuh").read_text() + (
-    HERE / "cases.cu"
-).read_text().replace('#include "platform.cuh"', "")
+SOURCE = (_cupy.source_folder() / "platform.cuh").read_text() + (HERE / "cases.cu").read_text().replace(
+    '#include "platform.cuh"', ""
+)
 NAMES = [
-    *(
-        f"moeflow::{kernel}<{flag}>"
-        for kernel in ("block_sum", "rotate_twice")
-        for flag in ("false", "true")
-    ),
+    *(f"moeflow::{kernel}<{flag}>" for kernel in ("block_sum", "rotate_twice") for flag in ("false", "true")),
     *(f"moeflow::copy_rows<{fault}>" for fault in range(4)),
     "moeflow::intrinsics",
     *(f"moeflow::broken<{fault}>" for fault in range(1, 6)),
-    *(
-        f"moeflow::{kernel}<moeflow::{dtype}>"
-        for kernel in ("convert", "round")
-        for dtype in ("bf16", "fp16")
-    ),
+    *(f"moeflow::{kernel}<moeflow::{dtype}>" for kernel in ("convert", "round") for dtype in ("bf16", "fp16")),
 ]
 
 
@@ -36,17 +28,12 @@ def cases() -> HostModule:
     return HostModule(SOURCE, NAMES, ["-DMOEFLOW_ARCH=700"], "cases")
 
 
-def outcomes(
-    cases, arena, name, grid, block, arguments, seeds=range(6), shared=0
-) -> set[bytes]:
+def outcomes(cases, arena, name, grid, block, arguments, seeds=range(6), shared=0) -> set[bytes]:
     """Distinct states of all memory after one launch under several schedules."""
     before, found = arena.snapshot(), set()
     for seed in seeds:
         arena.restore(before)
-        raw = [
-            each.data_ptr() if isinstance(each, torch.Tensor) else each
-            for each in arguments
-        ]
+        raw = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
         cases.launch(f"moeflow::{name}", grid, block, raw, shared, seed)
         arena.check()
         found.add(b"".join(arena.snapshot()))
@@ -57,14 +44,9 @@ def test_block_sum_and_its_missing_barrier(cases):
     arena = Arena()
     values = arena.put(torch.randn(3, 256, generator=torch.Generator().manual_seed(0)))
     sums = arena.empty((3,), torch.float32)
-    assert (
-        len(outcomes(cases, arena, "block_sum<false>", (3,), (256,), [values, sums]))
-        == 1
-    )
+    assert len(outcomes(cases, arena, "block_sum<false>", (3,), (256,), [values, sums])) == 1
     assert torch.allclose(sums, values.sum(1), rtol=1e-5)
-    assert (
-        len(outcomes(cases, arena, "block_sum<true>", (3,), (256,), [values, sums])) > 1
-    )
+    assert len(outcomes(cases, arena, "block_sum<true>", (3,), (256,), [values, sums])) > 1
 
 
 def test_rotation_and_its_missing_second_barrier(cases):
@@ -73,15 +55,9 @@ def test_rotation_and_its_missing_second_barrier(cases):
         arena.put(torch.arange(64, dtype=torch.int32)),
         arena.empty((64,), torch.int32),
     )
-    assert (
-        len(outcomes(cases, arena, "rotate_twice<false>", (1,), (64,), [values, out]))
-        == 1
-    )
+    assert len(outcomes(cases, arena, "rotate_twice<false>", (1,), (64,), [values, out])) == 1
     assert torch.equal(out, values.roll(-2))
-    assert (
-        len(outcomes(cases, arena, "rotate_twice<true>", (1,), (64,), [values, out]))
-        > 1
-    )
+    assert len(outcomes(cases, arena, "rotate_twice<true>", (1,), (64,), [values, out])) > 1
 
 
 def test_off_by_one_wrong_stride_and_misalignment(cases):
@@ -92,9 +68,7 @@ def test_off_by_one_wrong_stride_and_misalignment(cases):
             arena.empty((1365, 3), torch.float32),
         )
         grid, rows = (6,), np.int32(1365)
-        outcomes(
-            cases, arena, "copy_rows<0>", grid, (256,), [source, out, rows], seeds=(0,)
-        )
+        outcomes(cases, arena, "copy_rows<0>", grid, (256,), [source, out, rows], seeds=(0,))
         assert torch.equal(source, out)
     arena = Arena("end")
     source, out = arena.put(torch.randn(1365, 3)), arena.empty((1365, 3), torch.float32)
@@ -172,9 +146,7 @@ def test_intrinsics(cases):
                 odd,
                 total,
             ]
-            assert out[warp * 32 + lane].tolist() == [
-                ((x + 2**31) % 2**32) - 2**31 for x in want
-            ]
+            assert out[warp * 32 + lane].tolist() == [((x + 2**31) % 2**32) - 2**31 for x in want]
 
 
 @pytest.mark.parametrize(
@@ -188,21 +160,15 @@ def test_broken_meetings_and_indices(cases, fault, message):
         outcomes(cases, arena, f"broken<{fault}>", (1,), (256,), [values, out])
 
 
-@pytest.mark.parametrize(
-    "fault", [4, 5], ids=["float atomics", "uninitialized shared memory"]
-)
+@pytest.mark.parametrize("fault", [4, 5], ids=["float atomics", "uninitialized shared memory"])
 def test_results_that_depend_on_chance(cases, fault):
     arena = Arena()
     values = arena.put(torch.randn(256, generator=torch.Generator().manual_seed(0)))
     out = arena.empty((256,), torch.float32)
-    assert (
-        len(outcomes(cases, arena, f"broken<{fault}>", (1,), (256,), [values, out])) > 1
-    )
+    assert len(outcomes(cases, arena, f"broken<{fault}>", (1,), (256,), [values, out])) > 1
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
-)
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_conversions_equal_those_of_torch(cases, name, dtype):
     arena = Arena()
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16)
@@ -211,19 +177,11 @@ def test_conversions_equal_those_of_torch(cases, name, dtype):
         arena.empty((65536,), torch.int16),
     )
     arguments = [arena.put(patterns), wide, back]
-    outcomes(
-        cases, arena, f"convert<moeflow::{name}>", (256,), (256,), arguments, seeds=(0,)
-    )
+    outcomes(cases, arena, f"convert<moeflow::{name}>", (256,), (256,), arguments, seeds=(0,))
     want = patterns.view(dtype).float()
     number = ~want.isnan()
-    assert (
-        torch.equal(bits(wide[number]), bits(want[number]))
-        and wide[~number].isnan().all()
-    )
-    assert (
-        torch.equal(back[number], patterns[number])
-        and back[~number].view(dtype).isnan().all()
-    )
+    assert torch.equal(bits(wide[number]), bits(want[number])) and wide[~number].isnan().all()
+    assert torch.equal(back[number], patterns[number]) and back[~number].view(dtype).isnan().all()
     # Values between the representable ones, ties among them.
     between = torch.cat(
         [
@@ -272,27 +230,17 @@ def test_faults_planted_in_permute(fault, monkeypatch):
 
     arena = Arena()
     with_engine(monkeypatch, arena, edit=edit)
-    row_of = arena.put(
-        torch.tensor([[2, 5], [0, -1], [4, 3], [1, 6]], dtype=torch.int32)
-    )
+    row_of = arena.put(torch.tensor([[2, 5], [0, -1], [4, 3], [1, 6]], dtype=torch.int32))
     slots = arena.put(torch.tensor([2, 6, 0, 5, 4, 1, 7], dtype=torch.int32))
     grad, rows = arena.put(torch.randn(4, 1024)), arena.put(torch.randn(7, 1024))
     weights = arena.put(torch.rand(4, 2))
 
     def both():
         y = kernel_calls.combine(rows, row_of, weights)
-        grad_rows, grad_weights = kernel_calls.combine_backward(
-            grad, rows, weights, row_of, slots
-        )
-        picked = torch.where(
-            (row_of < 0)[..., None], 0.0, rows[row_of.clamp(min=0).long()]
-        )
-        assert torch.allclose(
-            y, (weights[..., None] * picked).sum(1), rtol=1e-5, atol=1e-6
-        ), "wrong value"
-        assert torch.allclose(
-            grad_weights, (grad[:, None] * picked).sum(2), rtol=1e-4, atol=1e-4
-        ), "wrong value"
+        grad_rows, grad_weights = kernel_calls.combine_backward(grad, rows, weights, row_of, slots)
+        picked = torch.where((row_of < 0)[..., None], 0.0, rows[row_of.clamp(min=0).long()])
+        assert torch.allclose(y, (weights[..., None] * picked).sum(1), rtol=1e-5, atol=1e-6), "wrong value"
+        assert torch.allclose(grad_weights, (grad[:, None] * picked).sum(2), rtol=1e-4, atol=1e-4), "wrong value"
         assert grad_rows.isfinite().all(), "wrong value"
 
     if fault is None:

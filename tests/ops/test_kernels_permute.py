@@ -22,14 +22,10 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm().clamp(min=1e-30))
 
 
-def random_plan(
-    num_tokens: int, top_k: int, drop: float, padding: int, seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def random_plan(num_tokens: int, top_k: int, drop: float, padding: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A random bijection of the kept choices onto rows, with `padding` rows that no choice has."""
     generator = torch.Generator().manual_seed(seed)
-    slots = torch.arange(num_tokens * top_k)[
-        torch.rand(num_tokens * top_k, generator=generator) >= drop
-    ]
+    slots = torch.arange(num_tokens * top_k)[torch.rand(num_tokens * top_k, generator=generator) >= drop]
     num_rows = len(slots) + padding
     rows = torch.randperm(num_rows, generator=generator)[: len(slots)]
     row_of = torch.full((num_tokens * top_k,), -1, dtype=torch.int32)
@@ -48,16 +44,12 @@ def slow_dispatch(x: torch.Tensor, row_of: torch.Tensor, num_rows: int) -> torch
     return rows
 
 
-def slow_combine(
-    rows: torch.Tensor, row_of: torch.Tensor, weights: torch.Tensor | None
-) -> torch.Tensor:
+def slow_combine(rows: torch.Tensor, row_of: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     y = torch.zeros(row_of.shape[0], rows.shape[1], dtype=torch.float64)
     for token, choices in enumerate(row_of.tolist()):
         for k, row in enumerate(choices):
             if row >= 0:
-                y[token] += rows[row].double() * (
-                    1.0 if weights is None else weights[token, k].double()
-                )
+                y[token] += rows[row].double() * (1.0 if weights is None else weights[token, k].double())
     return y
 
 
@@ -81,16 +73,12 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "shape", SHAPES, ids=lambda s: "T{}-K{}-D{}-drop{}-pad{}-off{}".format(*s)
-)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "T{}-K{}-D{}-drop{}-pad{}-off{}".format(*s))
 def test_permute(shape, dtype, monkeypatch):
     num_tokens, top_k, width, drop, padding, offset = shape
     arena = Arena(side="start" if num_tokens % 2 else "end", offset=offset)
     with_engine(monkeypatch, arena)
-    row_of, slot_of_row = random_plan(
-        num_tokens, top_k, drop, padding, seed=num_tokens + top_k
-    )
+    row_of, slot_of_row = random_plan(num_tokens, top_k, drop, padding, seed=num_tokens + top_k)
     num_rows = len(slot_of_row)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(num_tokens, width, generator=generator).to(dtype)
@@ -129,16 +117,10 @@ def test_permute(shape, dtype, monkeypatch):
         for k, row in enumerate(choices):
             if row >= 0:
                 want_rows[row] = grad[token].double() * weights[token, k].double()
-                want_weights[token, k] = (
-                    grad[token].double() * rows[row].double()
-                ).sum()
+                want_weights[token, k] = (grad[token].double() * rows[row].double()).sum()
     assert relative_error(grad_rows, want_rows) < TOLERANCE[dtype]
     # A short dot product may cancel: its error is judged against the size of its terms.
-    assert (
-        (grad_weights - want_weights).abs().max() <= TOLERANCE[dtype] * width**0.5
-        if num_tokens
-        else True
-    )
+    assert (grad_weights - want_weights).abs().max() <= TOLERANCE[dtype] * width**0.5 if num_tokens else True
 
 
 def test_wide_rows_use_sixteen_bytes(monkeypatch):
