@@ -18,12 +18,18 @@ class Dispatcher(Protocol):
     Legend: T tokens, D model, R rows, E experts of the layer in all, L experts on this rank.
     """
 
-    def split_tokens(self, x_TD: Tensor) -> Tensor:
-        """Take this rank's share of tokens that several ranks hold alike."""
+    token_ranks: int  # ranks whose tokens together are those of one data-parallel rank
+
+    def split_tokens(self, x: Tensor) -> tuple[Tensor, float]:
+        """Take this rank's part, along the last but one dimension, of tokens [..., D] that several ranks hold alike.
+
+        Returns:
+            the part, and its size over the mean size of the parts.
+        """
         ...
 
-    def merge_tokens(self, y_TD: Tensor, num_tokens: int) -> Tensor:
-        """Undo `split_tokens` on the layer's output: the outputs of all `num_tokens` tokens."""
+    def merge_tokens(self, y: Tensor, num_tokens: int) -> Tensor:
+        """Undo `split_tokens` on the layer's output; `num_tokens` is the whole size of that dimension."""
         ...
 
     def dispatch(self, rows_RD: Tensor, tokens_per_expert_E: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -42,11 +48,13 @@ class Dispatcher(Protocol):
 class LocalDispatcher:
     """All experts are in this process."""
 
-    def split_tokens(self, x_TD: Tensor) -> Tensor:
-        return x_TD
+    token_ranks = 1
 
-    def merge_tokens(self, y_TD: Tensor, num_tokens: int) -> Tensor:
-        return y_TD
+    def split_tokens(self, x: Tensor) -> tuple[Tensor, float]:
+        return x, 1.0
+
+    def merge_tokens(self, y: Tensor, num_tokens: int) -> Tensor:
+        return y
 
     def dispatch(self, rows_RD: Tensor, tokens_per_expert_E: Tensor) -> tuple[Tensor, Tensor, Any]:
         return rows_RD, tokens_per_expert_E, None

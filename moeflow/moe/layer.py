@@ -16,7 +16,7 @@ from moeflow.moe import losses
 from moeflow.moe.aux_loss import attach_loss
 from moeflow.moe.dispatcher import Dispatcher, LocalDispatcher
 from moeflow.moe.experts import Experts, MLPExperts
-from moeflow.moe.gates import Gate, GateOutput, build_gate
+from moeflow.moe.gates import Gate, GateOutput, TokenContext, build_gate
 from moeflow.moe.stats import MoEStats
 from moeflow.schema.gate import GateConfig
 
@@ -88,14 +88,17 @@ class MoELayer(nn.Module):
                 f"input of shape {tuple(x.shape)}: the last dimension must be d_model={self.d_model}",
                 f"build the layer with d_model={x.shape[-1]}",
             )
+        num_tokens = x.shape[:-1][-1:].numel()
+        x, share = self.dispatcher.split_tokens(x)
         lead = x.shape[:-1]
-        x_TD = self.dispatcher.split_tokens(x.reshape(-1, self.d_model))
-        out = self.gate(x_TD, math.prod(lead[1:]) if len(lead) > 1 else None)
+        x_TD = x.reshape(-1, self.d_model)
+        out = self.gate(x_TD, TokenContext(math.prod(lead[1:]) if len(lead) > 1 else None, share))
         y_TO = self._through_experts(x_TD, out)
         if out.losses:
             total = torch.stack([coefficient * loss for coefficient, loss in out.losses.values()]).sum()
-            y_TO = attach_loss(y_TO, total, self.aux_loss_scale)
-        return self.dispatcher.merge_tokens(y_TO, math.prod(lead)).reshape(*lead, self.experts.d_out)
+            y_TO = attach_loss(y_TO, total, self.aux_loss_scale / self.dispatcher.token_ranks)
+        y = y_TO.reshape(*lead, self.experts.d_out)
+        return self.dispatcher.merge_tokens(y, num_tokens)
 
     def _through_experts(self, x_TD: Tensor, out: GateOutput) -> Tensor:
         ids_TK, capacity = out.ids_TK, self.gate.capacity(x_TD.shape[0])

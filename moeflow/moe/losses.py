@@ -48,22 +48,27 @@ def load_balance(probs_TE: Tensor, ids_TK: Tensor, batch_mean: BatchMean = alone
     return num_experts * torch.dot(batch_mean(choice_share(ids_TK, num_experts)), batch_mean(prob_E))
 
 
-def sequence_load_balance(probs_TE: Tensor, ids_TK: Tensor, sequence_length: int) -> Tensor:
+def sequence_load_balance(
+    probs_TE: Tensor, ids_TK: Tensor, sequence_length: int, sequence_mean: BatchMean = alone
+) -> Tensor:
     """The load-balance loss of each sequence by itself, averaged (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
 
-    Needs no communication, and does not change with the size of the micro-batch.
+    Does not change with the size of the micro-batch, and needs communication only where several ranks hold a part of
+    each sequence.
 
     Args:
         probs_TE: [T, E] with T = B * sequence_length, sequences one after another.
         ids_TK: int64 [T, K].
-        sequence_length: tokens of one sequence.
+        sequence_length: tokens of one sequence on this rank.
+        sequence_mean: mean over the ranks that hold a part of each sequence, like `batch_mean`.
     """
     num_experts, top_k = probs_TE.shape[1], ids_TK.shape[1]
     ids_BN = ids_TK.reshape(-1, sequence_length * top_k)
     counts_BE = torch.zeros(ids_BN.shape[0], num_experts, dtype=torch.float32, device=ids_TK.device)
     counts_BE = counts_BE.scatter_add(1, ids_BN, torch.ones_like(ids_BN, dtype=torch.float32))
     prob_BE = probs_TE.float().view(-1, sequence_length, num_experts).mean(1)
-    per_sequence_B = num_experts * (counts_BE / (sequence_length * top_k) * prob_BE).sum(1)
+    share_BE = sequence_mean(counts_BE / (sequence_length * top_k))
+    per_sequence_B = num_experts * (share_BE * sequence_mean(prob_BE)).sum(1)
     return per_sequence_B.sum() / max(per_sequence_B.numel(), 1)
 
 

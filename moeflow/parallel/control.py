@@ -1,33 +1,26 @@
-"""Control talk among the ranks: small Python objects over a CPU group, never tensors, never on the step's path."""
+"""The group for control talk: small Python objects among all ranks on the CPU, off the path of a training step."""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TypeVar
 
 import torch.distributed as dist
 
-T = TypeVar("T")
+from moeflow.parallel.topology import Group
 
 
-def control_group(timeout_s: float = 1800.0) -> dist.ProcessGroup | None:
-    """Return a new gloo group of all ranks for control talk, or None where there is one process.
+def control_group(process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 1800.0) -> Group:
+    """Return a gloo group of all ranks; every rank calls this at the same place.
 
-    A group of its own, so that a background thread may use it while training's collectives run.  Every rank has to
-    call this at the same place.
+    A group of its own, so that a background thread may use it while training's collectives run.
 
     Args:
-        timeout_s: seconds a rank waits for the others; as long as the slowest rank may take to write its share.
+        process_group: a group with a CPU backend to take instead of a new one.
+        timeout_s: seconds a rank waits for the others; as long as the slowest may take to write its share.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-
-
-def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Return every rank's `value` in rank order, on every rank ([value] without a group)."""
-    if group is None:
-        return [value]
-    replies: list[T | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(replies, value, group=group)
-    return replies  # type: ignore[return-value]
+    if process_group is None and (not dist.is_initialized() or dist.get_world_size() == 1):
+        return Group("control", (0,), 0)
+    made = process_group or dist.new_group(
+        backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="moeflow_control"
+    )
+    return Group("control", tuple(dist.get_process_group_ranks(made)), dist.get_rank(made), made)

@@ -38,14 +38,16 @@ class _Way:
 class AllToAllDispatcher:
     """Experts are spread over the ranks of `group`, L consecutive ones on each."""
 
+    token_ranks = 1
+
     def __init__(self, group: Group):
         self.group = group
 
-    def split_tokens(self, x_TD: Tensor) -> Tensor:
-        return x_TD
+    def split_tokens(self, x: Tensor) -> tuple[Tensor, float]:
+        return x, 1.0
 
-    def merge_tokens(self, y_TD: Tensor, num_tokens: int) -> Tensor:
-        return y_TD
+    def merge_tokens(self, y: Tensor, num_tokens: int) -> Tensor:
+        return y
 
     def dispatch(self, rows_RD: Tensor, tokens_per_expert_E: Tensor) -> tuple[Tensor, Tensor, _Way]:
         sent_WL = tokens_per_expert_E.view(self.group.size, -1)

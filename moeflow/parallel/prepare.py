@@ -9,6 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
@@ -45,6 +46,12 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) ->
     """Give the model its autocast and the optimizer its accumulation and gradient scaler."""
     model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     return model, accelerator.prepare_optimizer(optimizer, device_placement=False)
+
+
+def leave() -> None:
+    """Leave the process group, if there is one, so that the process may end without warnings."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def loss_scale(accelerator: Accelerator) -> float:

@@ -7,7 +7,7 @@ _CLASSES, and a file `configs/gate/NAME.yaml`.
 from __future__ import annotations
 
 from moeflow.errors import ConfigError, did_you_mean
-from moeflow.moe.gates.base import Gate, GateOutput
+from moeflow.moe.gates.base import Gate, GateOutput, TokenContext
 from moeflow.moe.gates.gshard import GShardGate
 from moeflow.moe.gates.naive import NaiveGate
 from moeflow.moe.gates.noisy import NoisyGate
@@ -21,7 +21,7 @@ _CLASSES: dict[str, type[Gate]] = {
     "gshard": GShardGate,
 }
 
-__all__ = ["GShardGate", "Gate", "GateOutput", "NaiveGate", "NoisyGate", "SwitchGate", "build_gate"]
+__all__ = ["GShardGate", "Gate", "GateOutput", "NaiveGate", "NoisyGate", "SwitchGate", "TokenContext", "build_gate"]
 
 
 def build_gate(gate: GateConfig | str, d_model: int, num_experts: int) -> Gate:

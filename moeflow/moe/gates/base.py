@@ -17,6 +17,20 @@ from moeflow.schema.gate import GateConfig
 
 
 @dataclass(frozen=True)
+class TokenContext:
+    """What a gate may know of its tokens beside their values.
+
+    Attributes:
+        sequence_length: tokens of one sequence on this rank, where the tokens come in sequences.
+        share: tokens on this rank over the mean of the ranks that the tokens were shared out over; weights this rank's
+            means where the split is uneven.
+    """
+
+    sequence_length: int | None = None
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
 class GateOutput:
     """What a gate decided.
 
@@ -46,6 +60,7 @@ class Gate(nn.Module):
     Attributes:
         may_give_up: whether `choose` may return -1.
         batch_mean: turns this rank's mean over tokens into the mean over the batch; set by `moeflow.parallel`.
+        sequence_mean: turns this rank's mean over its part of each sequence into the mean over the sequence; likewise.
     """
 
     may_give_up = False
@@ -62,20 +77,21 @@ class Gate(nn.Module):
         self.num_experts = num_experts
         self.proj = nn.Linear(d_model, num_experts, bias=config.bias)
         self.batch_mean: losses.BatchMean = losses.alone
+        self.sequence_mean: losses.BatchMean = losses.alone
 
-    def forward(self, x_TD: Tensor, sequence_length: int | None = None) -> GateOutput:
+    def forward(self, x_TD: Tensor, context: TokenContext = TokenContext()) -> GateOutput:  # noqa: B008 (frozen)
         """Route tokens.
 
         Args:
             x_TD: [T, D].
-            sequence_length: tokens of one sequence, where the tokens come in sequences.
+            context: of the tokens.
         """
         logits_TE = self.logits(x_TD)
         probs_TE = torch.softmax(logits_TE, dim=1)
         ids_TK, weights_TK = self.choose(logits_TE, probs_TE)
         aux = {}
         if self.training:
-            aux = self.aux_losses(logits_TE, probs_TE, ids_TK, weights_TK, sequence_length)
+            aux = self.aux_losses(logits_TE, probs_TE, ids_TK, weights_TK, context)
         return GateOutput(ids_TK, weights_TK, probs_TE, aux)
 
     def logits(self, x_TD: Tensor) -> Tensor:
@@ -100,27 +116,31 @@ class Gate(nn.Module):
         return weights_TK / weights_TK.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights_TK.dtype).tiny)
 
     def aux_losses(
-        self, logits_TE: Tensor, probs_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, sequence_length: int | None
+        self, logits_TE: Tensor, probs_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, context: TokenContext
     ) -> dict[str, tuple[float, Tensor]]:
         """Losses in training: name -> (coefficient, loss)."""
         aux = {}
         if self.config.load_balance_coef:
-            loss = self.load_balance_loss(probs_TE, self.balanced_ids(ids_TK), sequence_length)
+            loss = self.load_balance_loss(probs_TE, self.balanced_ids(ids_TK), context)
             aux["load_balance"] = (self.config.load_balance_coef, loss)
         if self.config.z_loss_coef:
-            aux["z"] = (self.config.z_loss_coef, losses.z_loss(logits_TE))
+            aux["z"] = (self.config.z_loss_coef, losses.z_loss(logits_TE) * context.share)
         return aux
 
-    def load_balance_loss(self, probs_TE: Tensor, ids_TK: Tensor, sequence_length: int | None) -> Tensor:
+    def load_balance_loss(self, probs_TE: Tensor, ids_TK: Tensor, context: TokenContext) -> Tensor:
         """The load-balance loss over the configured scope."""
         if self.config.load_balance_scope == "batch":
-            return losses.load_balance(probs_TE, ids_TK, self.batch_mean)
-        if sequence_length is None:
+            return losses.load_balance(probs_TE, ids_TK, lambda mean: self.mean(mean, context))
+        if context.sequence_length is None:
             raise ConfigError(
                 "gate.load_balance_scope=sequence: the tokens of this layer do not come in sequences",
                 "gate.load_balance_scope=batch",
             )
-        return losses.sequence_load_balance(probs_TE, ids_TK, sequence_length)
+        return losses.sequence_load_balance(probs_TE, ids_TK, context.sequence_length, self.sequence_mean)
+
+    def mean(self, local_mean: Tensor, context: TokenContext) -> Tensor:
+        """Mean over the batch of a quantity whose mean (or sum) over this rank's tokens is given."""
+        return self.batch_mean(local_mean * context.share)
 
     def balanced_ids(self, ids_TK: Tensor) -> Tensor:
         """The choices that the load-balance loss counts."""

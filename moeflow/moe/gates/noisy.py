@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moeflow import ops
 from moeflow.moe import losses
-from moeflow.moe.gates.base import Gate, GateOutput
+from moeflow.moe.gates.base import Gate, GateOutput, TokenContext
 from moeflow.schema.gate import NoisyGateConfig
 
 
@@ -29,9 +29,9 @@ class NoisyGate(Gate):
         super().__init__(d_model, num_experts, config)
         self.noise = nn.Linear(d_model, num_experts, bias=False)
 
-    def forward(self, x_TD: Tensor, sequence_length: int | None = None) -> GateOutput:
+    def forward(self, x_TD: Tensor, context: TokenContext = TokenContext()) -> GateOutput:  # noqa: B008 (frozen)
         if not self.training:
-            return super().forward(x_TD, sequence_length)
+            return super().forward(x_TD, context)
         clean_TE = self.logits(x_TD)
         with torch.autocast(x_TD.device.type, enabled=False):
             raw_TE = nn.functional.linear(x_TD.float(), self.noise.weight.float())
@@ -39,7 +39,7 @@ class NoisyGate(Gate):
         noisy_TE = clean_TE + torch.randn_like(clean_TE) * std_TE
         probs_TE = torch.softmax(noisy_TE, dim=1)
         ids_TK, weights_TK = self.choose(noisy_TE, probs_TE)
-        aux = self.aux_losses(noisy_TE, probs_TE, ids_TK, weights_TK, sequence_length)
+        aux = self.aux_losses(noisy_TE, probs_TE, ids_TK, weights_TK, context)
         aux["importance"] = (self.config.importance_coef, self._importance_loss(ids_TK, weights_TK))
         aux["load"] = (self.config.load_coef, self._load_loss(clean_TE, noisy_TE, std_TE))
         return GateOutput(ids_TK, weights_TK, probs_TE, aux)
