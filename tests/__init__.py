@@ -1,0 +1,1 @@
+"""Tests of moeflow; the folders mirror the package."""
