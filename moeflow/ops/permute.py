@@ -73,12 +73,15 @@ def weighted_gather(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | Non
     """Plain PyTorch statement of combine: y_t = sum_k w_tk rows[row_of_tk], over k in order."""
     out_dtype, dtype = rows_RD.dtype, _wide(rows_RD.dtype)
     y_TD = torch.zeros(row_of_TK.shape[0], rows_RD.shape[1], dtype=dtype, device=rows_RD.device)
+    if weights_TK is not None:
+        # The weight of a dropped choice may be inf or nan as well.
+        weights_TK = weights_TK.to(dtype).masked_fill(row_of_TK < 0, 0)
     for k in range(row_of_TK.shape[1]):
         picked_TD = _rows_of_choice(rows_RD, row_of_TK[:, k]).to(dtype)
         if weights_TK is None:
             y_TD += picked_TD
         else:
-            y_TD.addcmul_(picked_TD, weights_TK[:, k : k + 1].to(dtype))
+            y_TD.addcmul_(picked_TD, weights_TK[:, k : k + 1])
     return y_TD.to(out_dtype)
 
 
