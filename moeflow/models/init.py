@@ -31,7 +31,8 @@ def initialize(model: nn.Module, seed: int, prefix: str = "") -> None:
     """Draw all parameters of `model`, in place.
 
     A module with `init_parameters(generator)` gets a function from keys to generators; any other module that holds
-    parameters must have torch's `reset_parameters`, which is run with torch's generator seeded for it.
+    parameters must have torch's `reset_parameters`, which is run with torch's generator seeded for it.  An attribute
+    `drawn_as` names a sibling module whose generators are used instead of the module's own.
 
     Args:
         model: with parameters on the CPU.
@@ -42,16 +43,21 @@ def initialize(model: nn.Module, seed: int, prefix: str = "") -> None:
         ConfigError: a module holds parameters but tells no way to draw them.
     """
     for name, module in model.named_modules(prefix=prefix):
-        draw = getattr(module, "init_parameters", None)
-        if draw is not None:
-            draw(lambda *keys, name=name: generator_for(seed, name, *keys))
-        elif any(True for _ in module.parameters(recurse=False)):
-            reset = getattr(module, "reset_parameters", None)
-            if reset is None:
-                raise ConfigError(
-                    f"module {name!r} ({type(module).__name__}) holds parameters but has no reset_parameters()",
-                    "give it a method reset_parameters() that draws them",
-                )
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derive_seed(seed, name))
-                reset()
+        initialize_module(module, seed, name)
+
+
+def initialize_module(module: nn.Module, seed: int, name: str) -> None:
+    """Draw the parameters that `module` holds itself, not those of its children; see `initialize`."""
+    draw = getattr(module, "init_parameters", None)
+    if draw is not None:
+        draw(lambda *keys: generator_for(seed, name, *keys))
+    elif any(True for _ in module.parameters(recurse=False)):
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None:
+            raise ConfigError(
+                f"module {name!r} ({type(module).__name__}) holds parameters but has no reset_parameters()",
+                "give it a method reset_parameters() that draws them",
+            )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(seed, name))
+            reset()

@@ -46,6 +46,13 @@ class Experts(nn.Module):
         """Keep only this rank's experts, and its slice of their hidden dimension.  Called before values exist."""
         raise NotImplementedError(f"{type(self).__name__} must define shard")
 
+    def hidden_dims(self) -> dict[str, int]:
+        """Dimension of each parameter that `shard` cuts over etp; parameters left out are whole on every etp rank.
+
+        The gradient of a whole one is the sum over the etp ranks, so only one of them may use it, or each a part.
+        """
+        return {}
+
     def init_parameters(self, generator: Generators) -> None:
         """Draw the parameters, each expert from `generator(parameter, expert)`."""
         raise NotImplementedError(f"{type(self).__name__} must define init_parameters")
@@ -94,13 +101,16 @@ class MLPExperts(Experts):
         self.w_in = nn.Parameter(torch.empty(self.num_local, *halves, hidden, self.d_model))
         self.w_out = nn.Parameter(torch.empty(self.num_local, self.d_out, hidden))
         self.b_in = nn.Parameter(torch.empty(self.num_local, *halves, hidden)) if self.has_bias else None
-        # The output bias is whole on every etp rank: it is added after the partial sums are reduced.
+        # The output bias is whole on every etp rank; the first one adds it to its part of the sum.
         self.b_out = nn.Parameter(torch.empty(self.num_local, self.d_out)) if self.has_bias else None
 
     def forward(self, rows_RD: Tensor, tokens_per_expert_L: Tensor) -> Tensor:
-        return ops.grouped_mlp(
-            rows_RD, tokens_per_expert_L, self.w_in, self.b_in, self.w_out, self.b_out, self.activation
-        )
+        b_out = self.b_out if self.hidden_slice.start == 0 else None
+        return ops.grouped_mlp(rows_RD, tokens_per_expert_L, self.w_in, self.b_in, self.w_out, b_out, self.activation)
+
+    def hidden_dims(self) -> dict[str, int]:
+        dims = {"w_in": self.w_in.ndim - 2, "w_out": 2}
+        return {**dims, "b_in": self.b_in.ndim - 1} if self.b_in is not None else dims
 
     def shard(self, ep_rank: int, ep: int, etp_rank: int = 0, etp: int = 1) -> None:
         assert self.num_experts % ep == 0 and self.d_hidden % etp == 0, "checked when the layout was"

@@ -46,6 +46,31 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     return values
 
 
+def all_gather(tensor: Tensor, group: Group) -> list[Tensor]:
+    """Tensors of one shape from all ranks, in group order.  No gradient."""
+    if group.size == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(group.size)]
+    dist.all_gather(parts, tensor, group=group.process_group)
+    return parts
+
+
+def reduce_scatter(parts: Tensor, group: Group) -> Tensor:
+    """Sum over the ranks of the part that belongs to this rank.  No gradient.
+
+    Args:
+        parts: [group size, ...]: entry i is what this rank adds for group rank i.
+
+    Returns:
+        [...]; summed in rank order, so the result is the same on every run.
+    """
+    if group.size == 1:
+        return parts[0]
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts.contiguous(), group=group.process_group)
+    return received.sum(0)
+
+
 def batch_mean(local_mean: Tensor, group: Group) -> Tensor:
     """Mean over the ranks in value, the own term alone in gradient.
 
@@ -98,3 +123,53 @@ def all_to_all_rows(rows_RD: Tensor, send: Sequence[int], receive: Sequence[int]
     if group.size == 1:
         return rows_RD
     return _AllToAllRows.apply(rows_RD, send, receive, group)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_RD: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        return _spread(rows_RD, counts, group)
+
+    @staticmethod
+    def backward(ctx, grad_RD: Tensor):
+        return _collect(grad_RD, ctx.counts, ctx.group), None, None
+
+
+class _ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_RD: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        return _collect(rows_RD, counts, group)
+
+    @staticmethod
+    def backward(ctx, grad_RD: Tensor):
+        return _spread(grad_RD, ctx.counts, ctx.group), None, None
+
+
+def _spread(rows_RD: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+    """All ranks' rows, ordered by rank."""
+    copies = rows_RD.repeat(group.size, *[1] * (rows_RD.ndim - 1))
+    return _all_to_all(copies, [rows_RD.shape[0]] * group.size, counts, group)
+
+
+def _collect(rows_RD: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+    """Sum, over the ranks and in rank order, of the rows that belong to this rank."""
+    own = counts[group.rank]
+    parts = _all_to_all(rows_RD, counts, [own] * group.size, group)
+    return parts.view(group.size, own, *rows_RD.shape[1:]).sum(0)
+
+
+def gather_rows(rows_RD: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+    """All ranks' rows on every rank, ordered by rank; the gradient is summed back to the owner.
+
+    Args:
+        rows_RD: [counts[own rank], D].
+        counts: rows of each rank.
+    """
+    return rows_RD if group.size == 1 else _GatherRows.apply(rows_RD, counts, group)
+
+
+def scatter_rows(rows_RD: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+    """Sum over the ranks of their rows [sum(counts), D], each rank getting its own: [counts[own rank], D]."""
+    return rows_RD if group.size == 1 else _ScatterRows.apply(rows_RD, counts, group)

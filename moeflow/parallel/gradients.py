@@ -4,10 +4,11 @@ Each rank's loss is the mean over its own samples.  So, with dp the data-paralle
 
     dense parameters    mean over the dp group
     expert parameters   sum over the edp group, divided by dp: an expert has already seen the tokens of its whole
-                        expert-parallel group, and divided by edp alone its gradient would be ep times too large
+                        expert-parallel group, and divided by edp its gradient would be ep times too large
+    partial gradients   summed first over the axes that hold the parts (tp for a gate, etp for an expert's output bias)
 
 The same rule stands in Megatron-LM and DeepSpeed (expert gradient scaling 1/dp).  Which ranks take part is decided by
-the groups alone, never by which gradients exist here: a parameter without a gradient takes part with zeros.
+the layout alone, never by which gradients exist here: a parameter without a gradient takes part with zeros.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moeflow.parallel import collectives
-from moeflow.parallel.parallelize import expert_parameter_names
+from moeflow.parallel.sharding import ParameterSharding, Sharding
 from moeflow.parallel.topology import Group, Topology
 
 BUCKET_BYTES = 25 * 2**20
@@ -30,62 +31,64 @@ class Gradients:
     Args:
         model: this rank's part.
         topology: of this rank.
+        sharding: of the model's parameters.
         expert_dp_comm: "dp" reduces expert gradients over the edp group; "world" averages them over every rank of the
             stage (FastMoE's "world": with ep > 1 this mixes different experts); "none" leaves them.
     """
 
-    def __init__(self, model: nn.Module, topology: Topology, expert_dp_comm: str = "dp"):
+    def __init__(self, model: nn.Module, topology: Topology, sharding: Sharding, expert_dp_comm: str = "dp"):
         self.topology = topology
-        expert_names = expert_parameter_names(model)
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.dense = [p for name, p in named if name not in expert_names]
-        self.experts = [p for name, p in named if name in expert_names]
         self.expert_dp_comm = expert_dp_comm
+        self.parameters: list[tuple[nn.Parameter, ParameterSharding]] = [
+            (p, sharding[name]) for name, p in model.named_parameters() if p.requires_grad
+        ]
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Reduce all gradients in place; to be called once per optimizer step, on every rank."""
-        for parameter in (*self.dense, *self.experts):
+        for parameter, _ in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        for axis in ("tp", "etp"):
+            _reduce([p.grad for p, s in self.parameters if axis in s.partial], self.topology[axis])
+        dense = [p.grad for p, s in self.parameters if not s.expert]
+        experts = [p.grad for p, s in self.parameters if s.expert]
         dp = self.topology["dp"].size
-        _reduce([p.grad for p in self.dense], self.topology["dp"], 1.0 / dp)
+        _reduce(dense, self.topology["dp"], 1.0 / dp)
         if self.expert_dp_comm == "world":
-            stage = self.topology["stage"]
-            _reduce([p.grad for p in self.experts], stage, 1.0 / stage.size)
+            _reduce(experts, self.topology["stage"], 1.0 / self.topology["stage"].size)
         else:
-            group = self.topology["edp"] if self.expert_dp_comm == "dp" else None
-            _reduce([p.grad for p in self.experts], group, 1.0 / dp)
+            _reduce(experts, self.topology["edp"] if self.expert_dp_comm == "dp" else None, 1.0 / dp)
 
     @torch.no_grad()
     def norm(self) -> Tensor:
         """L2 norm of the gradient of the whole model, float32 0-dim, the same on every rank.
 
-        Dense gradients count once, expert gradients once for each rank of the expert-parallel group.
+        A replicated gradient counts once, a sharded one with all its parts.
         """
-        dense = _sum_of_squares(p.grad for p in self.dense)
-        experts = _sum_of_squares(p.grad for p in self.experts)
-        device = self.dense[0].device if self.dense else self.experts[0].device
-        squares = torch.stack([dense.to(device), experts.to(device)])
-        # Experts are summed over ep; every rank takes part, with or without experts of its own.
-        squares[1:] = collectives.all_reduce(squares[1:].clone(), self.topology["ep"])
-        return squares.sum().sqrt().float()
+        squares = torch.zeros((), dtype=torch.float64, device=self.parameters[0][0].device)
+        # Fixed order of the kinds on all ranks: each takes part in the sums of its axes even without such parameters.
+        for axes in ((), ("tp",), ("ep",), ("etp",), ("ep", "etp")):
+            local = _sum_of_squares([p.grad for p, s in self.parameters if tuple(s.shards) == axes], squares)
+            for axis in axes:
+                local = collectives.all_reduce(local, self.topology[axis])
+            squares = squares + local
+        squares = collectives.all_reduce(squares, self.topology["pp"])
+        return squares.sqrt().float()
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale all gradients by min(1, max_norm / norm): one coefficient on every rank."""
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        grads = [p.grad for p in (*self.dense, *self.experts)]
-        torch._foreach_mul_(grads, coefficient)
+        torch._foreach_mul_([p.grad for p, _ in self.parameters], coefficient)
 
 
-def _sum_of_squares(grads: Iterable[Tensor | None]) -> Tensor:
-    norms = torch._foreach_norm([g for g in grads if g is not None])
+def _sum_of_squares(grads: list[Tensor], like: Tensor) -> Tensor:
     # float64, so that the total does not depend on how the parameters are spread over ranks.
-    return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(grads)).double().square().sum() if grads else torch.zeros_like(like)
 
 
-def _reduce(grads: list[Tensor], group: Group | None, scale: float) -> None:
+def _reduce(grads: list[Tensor], group: Group | None, scale: float = 1.0) -> None:
     """Sum over the group and scale, in place, a bucket at a time."""
     if not grads or (scale == 1.0 and (group is None or group.size == 1)):
         return

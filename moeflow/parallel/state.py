@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
-from moeflow.parallel.parallelize import expert_parameter_names
+from moeflow.parallel.sharding import ParameterSharding, Sharding
 from moeflow.parallel.topology import Topology
+from moeflow.schema.layout import EXPERT_AXES
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
@@ -24,32 +25,46 @@ class Placements:
     """Describes tensors that have the shape of a parameter.
 
     Args:
-        model: this rank's part.
         topology: of this rank.
+        sharding: of the parameters, by name.
+        full_shapes: shape of each parameter as a process alone would hold it.
     """
 
-    def __init__(self, model: nn.Module, topology: Topology):
-        self.topology = topology
-        self.experts = expert_parameter_names(model)
-        self._mesh = self._expert_mesh() if topology["ep"].size > 1 else None
-
-    def _expert_mesh(self) -> DeviceMesh:
-        layout, rank = self.topology.layout, self.topology.rank
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-        ep = self.topology["ep"]
-        if layout.edp == 1:
-            return DeviceMesh.from_group(ep.process_group, device.type, mesh_dim_names=("ep",))
-        stage = torch.tensor(list(layout.stage_group(rank))).view(layout.edp, layout.ep, layout.etp)
-        groups = [self.topology["edp"].process_group, ep.process_group]
-        mesh = stage[:, :, layout.coordinate(rank, "etp")].contiguous()
-        return DeviceMesh.from_group(groups, device.type, mesh=mesh, mesh_dim_names=("edp", "ep"))
+    def __init__(self, topology: Topology, sharding: Sharding, full_shapes: Mapping[str, torch.Size]):
+        self.topology, self.sharding, self.full_shapes = topology, sharding, full_shapes
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
     def describe(self, parameter_name: str, tensor: Tensor) -> Tensor:
         """Return `tensor`, as a DTensor if the parameter is spread over ranks and the tensor has its shape."""
-        if self._mesh is None or parameter_name not in self.experts or tensor.ndim == 0:
+        sharding = self.sharding[parameter_name]
+        if not sharding.shards or tensor.ndim == 0:
             return tensor
-        placements: list[Placement] = [Shard(0)] if self._mesh.ndim == 1 else [Replicate(), Shard(0)]
-        return DTensor.from_local(tensor, self._mesh, placements, run_check=False)
+        axes = self._axes(sharding)
+        placements: list[Placement] = [Shard(sharding.shards[a]) if a in sharding.shards else Replicate() for a in axes]
+        shape = self.full_shapes[parameter_name]
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            tensor, self._mesh(axes), placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def _axes(self, sharding: ParameterSharding) -> tuple[str, ...]:
+        """Axes of the stage's grid that have more than one rank."""
+        grid = EXPERT_AXES[1:] if sharding.expert else ("dp", "tp")
+        return tuple(axis for axis in grid if self.topology[axis].size > 1)
+
+    def _mesh(self, axes: tuple[str, ...]) -> DeviceMesh:
+        if axes not in self._meshes:
+            layout, rank = self.topology.layout, self.topology.rank
+            stage = torch.tensor(list(layout.stage_group(rank))).view([layout.size(a) for a in axes])
+            groups = [self.topology[axis].process_group for axis in axes]
+            device = "cuda" if torch.cuda.is_available() and torch.distributed.get_backend() == "nccl" else "cpu"
+            self._meshes[axes] = DeviceMesh.from_group(
+                groups if len(axes) > 1 else groups[0],
+                device,
+                mesh=stage if len(axes) > 1 else None,
+                mesh_dim_names=axes,
+            )
+        return self._meshes[axes]
 
 
 def model_tensors(model: nn.Module, placements: Placements) -> dict[str, Tensor]:

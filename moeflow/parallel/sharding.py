@@ -1,0 +1,84 @@
+"""How each parameter is spread over the ranks; everything that treats parameters differently asks here.
+
+    shards    axis -> dimension that is cut over it: each rank holds a part of the values
+    partial   axes over which the value is the same on every rank, but each rank's gradient is a part of the whole
+    expert    whether data parallelism of the experts (edp) applies, and not that of the dense part (dp)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from moeflow.moe import Experts, MoELayer
+from moeflow.parallel.topology import Topology
+
+# Set on a leaf module whose parameters were cut over tp: parameter -> dimension.
+TENSOR_DIMS = "tensor_parallel_dims"
+
+
+@dataclass(frozen=True)
+class ParameterSharding:
+    """Of one parameter; see the top of the module.  Axes of size one are left out."""
+
+    shards: Mapping[str, int] = field(default_factory=dict)
+    partial: tuple[str, ...] = ()
+    expert: bool = False
+
+    @property
+    def data_axis(self) -> str:
+        """Axis over which the value is replicated for the sake of more data."""
+        return "edp" if self.expert else "dp"
+
+
+Sharding = dict[str, ParameterSharding]
+
+
+def describe_sharding(model: nn.Module, topology: Topology, sequence_parallel: bool = False) -> Sharding:
+    """Tell the sharding of every parameter of this rank's part, by name.
+
+    Args:
+        model: after its modules were cut.
+        topology: of this rank.
+        sequence_parallel: whether the activations between tensor-parallel regions are cut over tp, so that whatever
+            is replicated there sees a part of the tokens only.
+    """
+    sharding: Sharding = {}
+    tp = topology["tp"].size
+    for prefix, module in model.named_modules():
+        dims = getattr(module, TENSOR_DIMS, {}) if tp > 1 else {}
+        for name, _ in module.named_parameters(recurse=False):
+            full = f"{prefix}.{name}" if prefix else name
+            if full in sharding:
+                continue
+            if name in dims:
+                sharding[full] = ParameterSharding(shards={"tp": dims[name]})
+            else:
+                sharding[full] = ParameterSharding(partial=("tp",) if tp > 1 and sequence_parallel else ())
+    for prefix, module in model.named_modules():
+        if isinstance(module, MoELayer) and tp > 1:
+            # Each tp rank routes its part of the tokens, so gradients of gate and shared experts are parts.
+            for name, _ in module.named_parameters():
+                sharding[f"{prefix}.{name}"] = ParameterSharding(partial=("tp",))
+    for prefix, module in model.named_modules():
+        if isinstance(module, Experts):
+            sharding.update({f"{prefix}.{name}": s for name, s in _expert_sharding(module, topology).items()})
+    return sharding
+
+
+def _expert_sharding(experts: Experts, topology: Topology) -> Sharding:
+    hidden_dims = experts.hidden_dims()
+    result: Sharding = {}
+    for name, _ in experts.named_parameters():
+        shards = {"ep": 0} if topology["ep"].size > 1 else {}
+        partial: tuple[str, ...] = ()
+        if topology["etp"].size > 1:
+            dim = hidden_dims.get(name)
+            if dim is None:
+                partial = ("etp",)
+            else:
+                shards["etp"] = dim
+        result[name] = ParameterSharding(shards, partial, expert=True)
+    return result
