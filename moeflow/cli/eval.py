@@ -1,0 +1,108 @@
+"""`moeflow eval`: the test figures of a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from moeflow import logging
+from moeflow.cli.arguments import Arguments, add_verbosity
+from moeflow.cli.resume import run_dir_first
+from moeflow.config.changes import Change, amend, differences, effect
+from moeflow.config.plain import load, save
+from moeflow.config.problems import Problem, raise_any
+from moeflow.config.rules import validate
+from moeflow.errors import ConfigError
+from moeflow.parallel.environment import detect
+from moeflow.schema import RunConfig
+from moeflow.train import rundir
+
+logger = logging.get_logger(__name__)
+
+#: Keys that evaluation may override beside those that a resume may: where and on what it runs.
+_FREE_PREFIXES = ("data.", "parallel.", "launch.", "trainer.", "precision.", "ops.")
+
+
+def main(argv: list[str]) -> int:
+    """Run `moeflow eval`; returns the exit code."""
+    parser = Arguments("eval", words="words")
+    parser.flag("--step", metavar="N", help="checkpoint to evaluate; the latest where left out")
+    parser.flag("--json", action="store_true", help="print one JSON object")
+    add_verbosity(parser)
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    args = parser.read(argv)
+    if args.help:
+        print(parser.help_text())
+        return 0
+    logging.setup(args.verbosity)
+    folder, words = run_dir_first(args.words, "eval")
+    run = rundir.open(folder)
+    config = _amended(load(run.config), words)
+    return _evaluate(config, run, _step_number(args.step), args.json)
+
+
+def _step_number(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"--step {text} is not the number of a step.", "--step 1000, or leave it out for the latest")
+    return int(text)
+
+
+def _amended(old: RunConfig, words: list[str]) -> RunConfig:
+    config = amend(old, words)
+    raise_any([_refusal(change) for change in differences(old, config) if not _allowed(change)])
+    return config
+
+
+def _allowed(change: Change) -> bool:
+    return change.key.startswith(_FREE_PREFIXES) or effect(change.key) is not None
+
+
+def _refusal(change: Change) -> Problem:
+    return Problem(f"{change}: the checkpoint was made with the old value.", f"leave {change.key} out")
+
+
+def _evaluate(config: RunConfig, run: rundir.RunDir, step: int | None, as_json: bool) -> int:
+    launched = detect()
+    validate(config, None if launched is None else launched.world)
+    if launched is not None or config.launch.processes == 1:
+        return evaluate_as_rank(config, run.path, step, as_json)
+    from moeflow.train.launch import start_ranks
+
+    with tempfile.TemporaryDirectory(prefix="moeflow-eval-") as folder:
+        # The ranks read a file, as in training; the run folder itself is left as it is.
+        save(config, Path(folder) / rundir.CONFIG)
+        words = [str(run.path), "--eval", str(Path(folder) / rundir.CONFIG)]
+        words += [f"--step={step}"] if step is not None else []
+        return start_ranks(config, [*words, *(["--json"] if as_json else [])])
+
+
+def evaluate_as_rank(config: RunConfig, run_dir: Path, step: int | None, as_json: bool) -> int:
+    """Evaluate in this process, as one rank; rank 0 prints the result.  Returns the exit code."""
+    from moeflow.train.job import evaluate_run
+
+    result = evaluate_run(config, run_dir, step)
+    if logging.rank() == 0:
+        print(_text(result, as_json))
+        sys.stdout.flush()
+    return 0
+
+
+def _text(result: dict[str, Any], as_json: bool) -> str:
+    if as_json:
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in result.items()
+        }
+        return json.dumps(finite)
+    width = max(map(len, result))
+    return "\n".join(
+        f"{key:<{width}}  {value:.4f}" if isinstance(value, float) else f"{key:<{width}}  {value}"
+        for key, value in result.items()
+    )
