@@ -71,6 +71,17 @@ def reduce_scatter(parts: Tensor, group: Group) -> Tensor:
     return received.sum(0)
 
 
+def send(tensor: Tensor, target: int, group: Group) -> None:
+    """Send a tensor to a group rank and wait."""
+    dist.send(tensor, dst=group.ranks[target], group=group.process_group)
+
+
+def receive(tensor: Tensor, source: int, group: Group) -> Tensor:
+    """Fill `tensor` with what a group rank sends, and return it."""
+    dist.recv(tensor, src=group.ranks[source], group=group.process_group)
+    return tensor
+
+
 def batch_mean(local_mean: Tensor, group: Group) -> Tensor:
     """Mean over the ranks in value, the own term alone in gradient.
 

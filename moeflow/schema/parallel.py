@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import List, Optional
 
 from moeflow.schema.fields import option
 
@@ -16,6 +16,13 @@ class ParallelConfig:
     tp: int = option(1, "tensor-parallel ranks of attention and dense MLPs", minimum=1)
     ep: int = option(1, "ranks that the experts of one layer are spread over", minimum=1)
     etp: int = option(1, "ranks that the hidden dimension of one expert is cut over", minimum=1)
+    sequence_parallel: bool = option(False, "cut activations between tensor-parallel regions along the sequence")
+    pp_schedule: str = option("1f1b", "order of the micro-batches", choices=("gpipe", "1f1b", "interleaved"))
+    pp_microbatches: Optional[int] = option(
+        None, "pipeline micro-batches that each of the trainer.grad_accum micro-batches is cut into; null takes pp", minimum=1
+    )
+    pp_virtual: int = option(2, "stages of each rank with pp_schedule=interleaved", minimum=2)
+    pp_split: Optional[List[int]] = option(None, "layers of each stage; null cuts by cost")
     engine: str = option("ddp", "who owns gradients and optimizer state", choices=("ddp",))
     expert_dp_comm: str = option(
         "dp",
