@@ -38,7 +38,7 @@ def resolve(python: str) -> tuple[str, dict[str, str]]:
         command = ["install", "-q", "--dry-run", "--ignore-installed", "--report", str(report), TORCH, f"{ROOT}[dev]"]
         subprocess.run([*pip, *command], check=True)
         parsed = json.loads(report.read_text())
-    found = {}
+    found = {"pip": parsed["pip_version"]}
     for item in parsed["install"]:
         name = re.sub(r"[-_.]+", "-", item["metadata"]["name"]).lower()
         if name != "moeflow" and not OWNED_BY_TORCH.match(name):

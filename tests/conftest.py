@@ -1,4 +1,4 @@
-"""What every test shares: one thread, no network, no launcher's variables, and the shared data where they are at hand."""
+"""What every test shares: one thread, no network, no launcher's variables, and the shared data where they are."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def real_cifar10(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def cli(tmp_path: Path):
-    """Function that runs `moeflow *args` as a user would, from a folder of its own, and returns the finished process."""
+    """Function that runs `moeflow *args` as a user would, from a folder of its own; returns the finished process."""
 
     def run(*args: str, timeout: float = 60.0, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

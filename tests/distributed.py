@@ -11,6 +11,7 @@ Whatever happens, no process outlives the call, and a failure shows the tracebac
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -93,7 +94,8 @@ def run_ranks(
         RanksFailed: with each rank's traceback.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor"])
+    # DTensor imports torch._dynamo at its first use: seconds in every rank, unless the server has it.
+    context.set_forkserver_preload(["pytest", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"])
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
@@ -179,15 +181,14 @@ def run_scripts(
         done = [Finished(process.returncode, log.read_text(errors="replace")) for process, log in zip(processes, logs)]
     if late or (check and any(rank.code != 0 for rank in done)):
         title = f"{' '.join(argv)} " + (f"took longer than {timeout:g} s" if late else "failed")
-        raise RanksFailed("\n".join([title, *(f"--- rank {r}, exit {d.code} ---\n{d.output}" for r, d in enumerate(done))]))
+        said = [f"--- rank {rank}, exit {one.code} ---\n{one.output}" for rank, one in enumerate(done)]
+        raise RanksFailed("\n".join([title, *said]))
     return done
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # all of it may have ended already
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all of it has ended already
     process.wait()
 
 

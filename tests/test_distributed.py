@@ -75,7 +75,7 @@ def test_scripts_get_torchrun_variables_and_are_ended(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, subprocess, sys, time\n"
-        "print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['MASTER_ADDR'], os.environ['EXTRA'], flush=True)\n"
+        "print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'EXTRA')), flush=True)\n"
         "if sys.argv[1] == 'exit': sys.exit(int(os.environ['RANK']))\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
         "print('child', child.pid, flush=True)\n"
