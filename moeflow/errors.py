@@ -43,6 +43,12 @@ class CheckpointError(MoeflowError):
     """A checkpoint that is missing, damaged, or does not fit the model."""
 
 
+class TrainingError(MoeflowError):
+    """Training cannot go on: the loss or the gradients are not finite."""
+
+    exit_code = 4
+
+
 class LaunchError(MoeflowError):
     """Processes could not be started, or one of them died."""
 

@@ -33,6 +33,9 @@ class TrainerConfig:
     """The loop."""
 
     max_steps: int = option(1000, "optimizer steps in all", minimum=1)
+    stop_at: Optional[int] = option(
+        None, "save and stop at this step, as if interrupted, with the schedule of max_steps", minimum=1
+    )
     log_every: int = option(20, "steps between logged rows", minimum=1)
     eval_every: int = option(500, "steps between evaluations (0: at the end only)", minimum=0)
     eval_batches: Optional[int] = option(None, "evaluation batches; null takes the whole set", minimum=1)
@@ -90,5 +93,5 @@ class RunConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     ops: OpsConfig = field(default_factory=OpsConfig)
     resume: Optional[str] = option(
-        None, "'auto' goes on with the newest run of the recipe (or run.dir); null starts anew"
+        None, "auto goes on with the newest run of the recipe (or run.dir); null starts anew", choices=("auto",)
     )

@@ -1,0 +1,44 @@
+"""What each rank runs when moeflow starts the ranks itself: `python -m moeflow.cli.worker RUN_DIR [--resume]`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+from moeflow import logging
+from moeflow.config import load
+from moeflow.errors import MoeflowError
+from moeflow.train.launch import work
+
+
+def main(argv: list[str]) -> int:
+    """Train as one rank of the run in argv[0]; returns the exit code."""
+    run_dir, resume = argv[0], "--resume" in argv[1:]
+    logging.setup()
+    try:
+        return work(load(Path(run_dir) / "config.yaml"), run_dir, resume)
+    except MoeflowError as error:
+        report(error, Path(run_dir))
+        return error.exit_code
+
+
+def report(error: MoeflowError, run_dir: Path) -> None:
+    """Print an error once, however many ranks met it: the first to make its file in the run folder prints."""
+    name = hashlib.blake2b(str(error).encode(), digest_size=6).hexdigest()
+    folder = run_dir / "errors"
+    try:
+        folder.mkdir(exist_ok=True)
+        with open(folder / f"{name}-{os.getppid()}.txt", "x", encoding="utf-8") as file:
+            file.write(f"rank {logging.rank()}: {error}\n")
+    except FileExistsError:
+        return
+    except OSError as problem:
+        print(f"(the error cannot be kept in {folder}: {problem})", file=sys.stderr)
+    where = "" if logging.rank() == 0 else f"[rank {logging.rank()}] "
+    print(f"{where}error: {error}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""One process's whole part in a run: join, build, restore, train, report.
+
+    train(config, run_dir, resume)   what `moeflow train` and `moeflow resume` run in every rank
+    evaluate_run(config, run_dir)    what `moeflow eval` runs
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moeflow.errors import CheckpointError
+from moeflow.parallel.prepare import leave
+from moeflow.schema import RunConfig
+from moeflow.train.banner import banner
+from moeflow.train.checkpoint import CheckpointStore
+from moeflow.train.evaluate import evaluate
+from moeflow.train.reporter import Reporter
+from moeflow.train.session import Session, join, open_session
+from moeflow.train.signals import StopSignal
+from moeflow.train.snapshot import Snapshot
+from moeflow.train.trainer import Trainer
+
+CHECKPOINTS = "checkpoints"
+
+
+def train(config: RunConfig, run_dir: str | Path, resume: bool = False) -> dict[str, Any]:
+    """Train in this process; every rank of the run calls it.
+
+    Args:
+        config: the frozen configuration of the run folder.
+        run_dir: of the run.
+        resume: go on from the latest checkpoint, if there is one.
+
+    Returns:
+        The summary that rank 0 also writes to summary.json.
+
+    Raises:
+        MoeflowError: the run cannot start or go on; checkpoints are as they were.
+    """
+    with StopSignal() as stop:
+        accelerator, topology = join(config)
+        try:
+            session = open_session(config, accelerator, topology)
+            store = _store(run_dir, session)
+            trainer = Trainer(session, store, Reporter(config, run_dir, topology), stop)
+            try:
+                step = store.latest() if resume else None
+                if step is not None:
+                    trainer.restore(step)
+                trainer.reporter.banner(banner(session, run_dir, step))
+                summary = trainer.fit()
+                trainer.reporter.end(summary)
+            finally:
+                trainer.reporter.close()
+                store.close()
+            return summary
+        finally:
+            leave()
+
+
+def evaluate_run(config: RunConfig, run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
+    """Evaluate a checkpoint of a run; every rank calls it.
+
+    Args:
+        config: the frozen configuration, with overrides.
+        run_dir: of the run.
+        step: of the checkpoint; None takes the latest.
+
+    Returns:
+        "step" and the metrics.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    accelerator, topology = join(config)
+    try:
+        session = open_session(config, accelerator, topology)
+        store = _store(run_dir, session)
+        found = store.latest() if step is None else step
+        if found is None or found not in store.steps():
+            known = ", ".join(map(str, store.steps())) or "none"
+            raise CheckpointError(
+                f"{Path(run_dir) / CHECKPOINTS}: no checkpoint of step {step}; there: {known}"
+                if step is not None
+                else f"{Path(run_dir) / CHECKPOINTS}: no checkpoint yet",
+                f"moeflow resume {run_dir}",
+            )
+        Snapshot(session).load_model(store, found)
+        session.model = accelerator.prepare_model(session.model, device_placement=False, evaluation_mode=True)
+        return {"step": found, **evaluate(session)}
+    finally:
+        leave()
+
+
+def _store(run_dir: str | Path, session: Session) -> CheckpointStore:
+    return CheckpointStore(
+        Path(run_dir) / CHECKPOINTS, rank=session.topology.rank, world=session.topology.layout.world
+    )

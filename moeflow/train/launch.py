@@ -1,0 +1,127 @@
+"""Starting the processes of a run.
+
+One process runs in the caller's own.  Several are started through Accelerate's launcher (torchrun inside).  On CPUs its
+`--cpu` switch would start a single process whatever --num_processes says, so the distributed launcher is asked for by
+name and the ranks are told through ACCELERATE_USE_CPU to stay on the CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+
+from moeflow.errors import LaunchError
+from moeflow.parallel.environment import Launched
+from moeflow.parallel.rendezvous import agree
+from moeflow.schema import RunConfig
+
+WORKER = "moeflow.cli.worker"
+
+
+def launch(config: RunConfig, run_dir: str, resume: bool = False) -> int:
+    """Run training from a process that was started by hand: here, or in `launch.processes` new ones.
+
+    Args:
+        config: the frozen configuration of the run folder.
+        run_dir: of the run; its config.yaml is what the ranks read.
+        resume: go on from the latest checkpoint.
+
+    Returns:
+        Exit code: 0 finished, 128 + signal interrupted (and saved).
+
+    Raises:
+        MoeflowError: the run cannot start or go on (with several ranks, they print it themselves).
+    """
+    check_processes(config)
+    if config.launch.processes > 1:
+        return start_ranks(config, [run_dir, *(["--resume"] if resume else [])])
+    return work(config, run_dir, resume)
+
+
+def run_from_launcher(
+    launched: Launched, decide: Callable[[], str], load: Callable[[str], RunConfig], resume: bool = False
+) -> int:
+    """Run training in a process that a launcher started: nothing is spawned.
+
+    Args:
+        launched: what the launcher left in the environment.
+        decide: composes, makes the run folder and returns its path; called on rank 0 alone.
+        load: reads the frozen configuration of a run folder.
+        resume: go on from the latest checkpoint.
+    """
+    run_dir = agree(launched, decide)
+    return work(load(run_dir), run_dir, resume)
+
+
+def work(config: RunConfig, run_dir: str, resume: bool) -> int:
+    """Train in this process, as one rank; returns the exit code."""
+    from moeflow.train.job import train
+
+    return train(config, run_dir, resume)["exit_code"]
+
+
+def start_ranks(config: RunConfig, arguments: Sequence[str]) -> int:
+    """Start `launch.processes` ranks of the worker on this machine and wait for them.
+
+    Args:
+        config: of the run.
+        arguments: of the worker module.
+
+    Returns:
+        0 when every rank ended well, else the exit code of the rank that failed first (128 + signal when killed).
+    """
+    from accelerate.commands.launch import launch_command_parser, multi_gpu_launcher
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    parser = launch_command_parser()
+    args = parser.parse_args(
+        [
+            *("--multi_gpu", "--num_machines", "1", "--machine_rank", "0"),
+            *("--num_processes", str(config.launch.processes)),
+            *("--main_process_port", str(config.launch.port or _free_port())),
+            *("--mixed_precision", "no", "--dynamo_backend", "no", "--module", WORKER),
+            *arguments,
+        ]
+    )
+    # torchrun would print its own table about a failed rank, after the rank's own message.
+    for name in ("torch.distributed.elastic", "torch.distributed.run"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    # Without a value torchrun sets 1, and says so at length.
+    threads = config.launch.threads or max(1, len(os.sched_getaffinity(0)) // config.launch.processes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if config.launch.device == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    try:
+        multi_gpu_launcher(args)
+    except ChildFailedError as failure:
+        _, first = failure.get_first_failure()
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    return 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def check_processes(config: RunConfig) -> None:
+    """Refuse more CUDA processes than there are devices.
+
+    Raises:
+        LaunchError: there are fewer devices than processes.
+    """
+    import torch
+
+    if config.launch.device == "cpu" or not torch.cuda.is_available():
+        return
+    if config.launch.processes > torch.cuda.device_count():
+        raise LaunchError(
+            f"launch.processes={config.launch.processes}: this machine has {torch.cuda.device_count()} CUDA devices",
+            f"launch.processes={torch.cuda.device_count()}, or launch.device=cpu",
+        )

@@ -1,0 +1,126 @@
+"""Everything that training and evaluation have in common, built once in each process.
+
+    configuration -> Accelerator -> topology -> data -> model (this rank's part) -> prepared for its precision
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from moeflow import data
+from moeflow.data import DataBundle
+from moeflow.errors import ConfigError
+from moeflow.models import build_model
+from moeflow.ops import backend
+from moeflow.parallel import collectives
+from moeflow.parallel.parallelize import moe_layers, parallelize
+from moeflow.parallel.prepare import make_accelerator
+from moeflow.parallel.topology import Topology
+from moeflow.schema import RunConfig
+
+
+@dataclass
+class Session:
+    """One process's part of a run.
+
+    Attributes:
+        config: the frozen configuration.
+        accelerator: device, precision, accumulation.
+        topology: layout and groups.
+        data: training and evaluation sets.
+        model: this rank's part, with initial values.
+    """
+
+    config: RunConfig
+    accelerator: Accelerator
+    topology: Topology
+    data: DataBundle
+    model: nn.Module
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that the samples are shared out over."""
+        return self.topology["dp"].size
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of one micro-batch on one rank."""
+        return self.config.data.batch_size // (self.dp_size * self.config.trainer.grad_accum)
+
+
+def set_threads(config: RunConfig) -> None:
+    """Share the cores out among the processes of this machine, unless something else already has.
+
+    OMP_NUM_THREADS is set too, because Accelerate would otherwise choose by itself, with a warning.
+    """
+    if config.launch.threads is not None:
+        threads = config.launch.threads
+    elif "OMP_NUM_THREADS" in os.environ:
+        threads = int(os.environ["OMP_NUM_THREADS"])
+    else:
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        threads = max(1, len(os.sched_getaffinity(0)) // local_world)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+
+
+def join(config: RunConfig) -> tuple[Accelerator, Topology]:
+    """Join the process group that the launcher prepared, if any, and form the groups of the layout."""
+    set_threads(config)
+    backend.request(config.ops.backend)
+    accelerator = make_accelerator(config)
+    return accelerator, Topology.create(config.parallel, config.launch.timeout_s)
+
+
+def open_session(config: RunConfig, accelerator: Accelerator, topology: Topology) -> Session:
+    """Build data and model.
+
+    Raises:
+        MoeflowError: whatever of the configuration cannot be run here.
+    """
+    torch.manual_seed(config.run.seed)
+    bundle = _build_data(config, topology)
+    _check_sizes(config, topology, bundle)
+    with torch.device("meta"):
+        model = build_model(config.model, config.gate)
+    model = parallelize(model, topology, config.run.seed, accelerator.device)
+    # Streams of noise (dropout, gate noise) differ between ranks that hold different samples.
+    torch.manual_seed(config.run.seed + 1 + topology["stage"].rank)
+    return Session(config, accelerator, topology, bundle, model)
+
+
+def _build_data(config: RunConfig, topology: Topology) -> DataBundle:
+    """Rank 0 first: it may have to download, and the others then find the files."""
+    bundle = data.build(config.data, config.run.seed) if topology.is_main else None
+    collectives.barrier(topology["world"])
+    return bundle or data.build(config.data, config.run.seed)
+
+
+def _check_sizes(config: RunConfig, topology: Topology, bundle: DataBundle) -> None:
+    parts = topology["dp"].size * config.trainer.grad_accum
+    if config.data.batch_size % parts:
+        raise ConfigError(
+            f"data.batch_size={config.data.batch_size}: must be a multiple of dp * trainer.grad_accum = {parts}",
+            f"data.batch_size={-(-config.data.batch_size // parts) * parts}",
+        )
+    classes = getattr(config.model, "num_classes", None)
+    if classes is not None and bundle.num_classes is not None and classes < bundle.num_classes:
+        raise ConfigError(
+            f"model.num_classes={classes}: the data have {bundle.num_classes} classes",
+            f"model.num_classes={bundle.num_classes}",
+        )
+
+
+def set_aux_loss_scale(model: nn.Module, scale: float) -> None:
+    """Tell every MoE layer what the main loss is multiplied by before backward."""
+    for layer in moe_layers(model).values():
+        layer.aux_loss_scale = scale

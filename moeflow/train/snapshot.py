@@ -1,0 +1,100 @@
+"""What a checkpoint holds of a training run, and how it is put back.
+
+    tensors   parameters, buffers and optimizer state, by global name: any layout reads them
+    local     random generators of one rank: exact on the same layout, drawn anew on another
+    meta      step, samples seen, metrics, layout
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from moeflow.logging import get_logger
+from moeflow.parallel import state
+from moeflow.train.checkpoint import CheckpointStore
+from moeflow.train.session import Session
+
+logger = get_logger(__name__)
+
+
+class Snapshot:
+    """Collects the state of a session and its optimizer, and restores it.
+
+    Args:
+        session: holds the model.
+        optimizer: torch's own optimizer (not a wrapper); None to read the parameters alone.
+    """
+
+    def __init__(self, session: Session, optimizer: Optimizer | None = None):
+        self.session, self.optimizer = session, optimizer
+        self.placements = state.Placements(session.model, session.topology)
+
+    def save(self, store: CheckpointStore, step: int, metrics: dict[str, float]) -> None:
+        """Write a checkpoint; collective."""
+        config = self.session.config
+        meta = {
+            "step": step,
+            "samples": step * config.data.batch_size,
+            "metrics": metrics,
+            "layout": self._layout(),
+            "recipe": config.run.recipe,
+            "data": self.session.data.source,
+        }
+        store.save(step, self._tensors(), _random_state(), meta)
+
+    def load(self, store: CheckpointStore, step: int) -> dict[str, Any]:
+        """Read a checkpoint into the model, the optimizer and the random generators; collective.
+
+        Returns:
+            The checkpoint's meta.
+        """
+        meta = store.read_meta(step)
+        assert self.optimizer is not None
+        state.allocate_optimizer_state(self.optimizer)
+        store.load(step, self._tensors())
+        if meta["layout"] == self._layout():
+            _set_random_state(store.load_local(step))
+        else:
+            logger.info("the checkpoint is of another layout: random generators start anew")
+        return meta
+
+    def load_model(self, store: CheckpointStore, step: int) -> dict[str, Any]:
+        """Read the parameters alone; collective."""
+        store.load(step, state.model_tensors(self.session.model, self.placements), strict=False)
+        return store.read_meta(step)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        model = self.session.model
+        assert self.optimizer is not None
+        return {
+            **state.model_tensors(model, self.placements),
+            **state.optimizer_tensors(model, self.optimizer, self.placements),
+        }
+
+    def _layout(self) -> dict[str, int]:
+        layout = self.session.topology.layout
+        return {axis: getattr(layout, axis) for axis in ("world", "pp", "tp", "ep", "etp")}
+
+
+def _random_state() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    local: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": {"version": version, "words": list(words), "gauss": gauss},
+    }
+    if torch.cuda.is_available():
+        local["cuda"] = torch.cuda.get_rng_state()
+    return local
+
+
+def _set_random_state(local: dict[str, Any]) -> None:
+    torch.set_rng_state(local["torch"])
+    python = local["python"]
+    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
+    if "cuda" in local and torch.cuda.is_available():
+        torch.cuda.set_rng_state(local["cuda"])

@@ -1,0 +1,205 @@
+"""The training loop.
+
+Everything that decides the next step is a function of the step's number and of what a checkpoint holds: the learning
+rate, the samples and their augmentation, the random generators.  So a resumed run goes on as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeflow.data.loader import train_batches
+from moeflow.errors import TrainingError
+from moeflow.parallel import collectives
+from moeflow.parallel.gradients import Gradients
+from moeflow.parallel.prepare import loss_scale, prepare, share_overflow
+from moeflow.schema import RunConfig
+from moeflow.train import snapshot
+from moeflow.train.checkpoint import CheckpointStore
+from moeflow.train.evaluate import evaluate
+from moeflow.train.moe_metrics import moe_metrics
+from moeflow.train.optim import build_optimizer, learning_rate, set_learning_rate
+from moeflow.train.reporter import Reporter
+from moeflow.train.session import Session, set_aux_loss_scale
+from moeflow.train.signals import StopSignal
+
+
+class Trainer:
+    """Trains the model of a session.
+
+    Args:
+        session: this process's part of the run.
+        store: where checkpoints go.
+        reporter: where numbers go; silent on all ranks but 0.
+        stop: tells when the user or the scheduler wants the run to end.
+    """
+
+    def __init__(self, session: Session, store: CheckpointStore, reporter: Reporter, stop: StopSignal):
+        self.session, self.store, self.reporter, self.stop = session, store, reporter, stop
+        self.config: RunConfig = session.config
+        self.accelerator, self.topology = session.accelerator, session.topology
+        self.step = 0
+        self.gradients = Gradients(session.model, self.topology, self.config.parallel.expert_dp_comm)
+        raw_optimizer = build_optimizer(session.model, self.config.optim)
+        self.model, self.optimizer = prepare(self.accelerator, session.model, raw_optimizer)
+        self.snapshot = snapshot.Snapshot(session, raw_optimizer)
+        self.last_eval: dict[str, float] = {}
+        self._saved_step: int | None = None
+
+    # --- resuming ----------------------------------------------------------------------------------------------------
+
+    def restore(self, step: int) -> None:
+        """Take everything back from the checkpoint of a step.
+
+        Raises:
+            CheckpointError: it is damaged or does not fit.
+        """
+        meta = self.snapshot.load(self.store, step)
+        self.step = self._saved_step = meta["step"]
+
+    def _save(self) -> None:
+        if self._saved_step == self.step:
+            return
+        metrics = self.last_eval if self.last_eval.get("step") == self.step else {}
+        self.snapshot.save(self.store, self.step, {k: v for k, v in metrics.items() if k != "step"})
+        keep = self.config.checkpoint
+        metric, direction = ("eval/accuracy", "max") if "eval/accuracy" in self.last_eval else ("eval/loss", "min")
+        self.store.prune(keep.keep_last, keep.keep_best, metric, direction)
+        self._saved_step = self.step
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def fit(self) -> dict[str, Any]:
+        """Train to the last step, or until asked to stop.
+
+        Returns:
+            The summary: final metrics, and "status": "finished" or "interrupted".
+
+        Raises:
+            TrainingError: the loss or the gradients are not finite any more.
+        """
+        trainer = self.config.trainer
+        last = trainer.max_steps if trainer.stop_at is None else min(trainer.stop_at, trainer.max_steps)
+        batches = self._batches()
+        self.model.train()
+        set_aux_loss_scale(self.session.model, loss_scale(self.accelerator))
+        self.reporter.start(self.step, last)
+        while self.step < last:
+            row = self._train_step(batches)
+            self.step += 1
+            if self._due(trainer.log_every) or self.step in (1, last):
+                self.reporter.row(self.step, self._complete(row))
+            stopping = self._asked_to_stop()
+            if not stopping and (self._due(trainer.eval_every) or self.step == trainer.max_steps):
+                self._evaluate()
+            if stopping or self._due(self.config.checkpoint.every) or self.step == last:
+                self._save()
+            if stopping:
+                break
+        if self.step == trainer.max_steps and self.last_eval.get("step") != self.step:
+            self._evaluate()
+        return self._summary()
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _batches(self) -> Iterator[dict[str, Tensor]]:
+        return train_batches(
+            self.session.data.train,
+            micro_batch=self.session.micro_batch,
+            dp_size=self.session.dp_size,
+            dp_rank=self.topology["dp"].rank,
+            seed=self.config.run.seed,
+            start=self.step * self.config.trainer.grad_accum,
+            device=self.session.device,
+            num_workers=self.config.data.num_workers,
+        )
+
+    def _train_step(self, batches: Iterator[dict[str, Tensor]]) -> dict[str, Any]:
+        """One optimizer step over all micro-batches; the row's tensors are this rank's sums."""
+        rate = learning_rate(self.step, self.config.optim.lr, self.config.schedule, self.config.trainer.max_steps)
+        set_learning_rate(self.optimizer, rate)
+        losses, metrics = [], []
+        norm = torch.zeros(())
+        for _ in range(self.config.trainer.grad_accum):
+            batch = next(batches)
+            with self.accelerator.accumulate(self.model):
+                logits = self.model(batch["inputs"])
+                loss = self.session.model.task.loss(logits, batch)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    norm = self._finish_gradients()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            losses.append(loss.detach())
+            metrics.append((logits.detach(), batch))
+        return {"loss": torch.stack(losses).mean(), "lr": rate, "grad_norm": norm, "outputs": metrics}
+
+    def _finish_gradients(self) -> Tensor:
+        """Reduce over the ranks, measure, clip; returns the norm before clipping."""
+        self.accelerator.unscale_gradients(self.optimizer)
+        self.gradients.reduce()
+        norm = self.gradients.norm()
+        share_overflow(self.accelerator, self.optimizer, norm)
+        if self.accelerator.scaler is None and not math.isfinite(norm.item()):
+            raise TrainingError(
+                f"step {self.step + 1}: the gradient norm is {norm.item()}; the parameters are still those of step {self.step}",
+                "lower optim.lr, raise schedule.warmup_steps, or set optim.clip_norm; then resume from a checkpoint",
+            )
+        if self.config.optim.clip_norm is not None:
+            self.gradients.clip(self.config.optim.clip_norm, norm)
+        return norm
+
+    def _complete(self, row: dict[str, Any]) -> dict[str, float]:
+        """The row of the whole batch: means over the data-parallel ranks; every rank must call it."""
+        dp = self.topology["dp"]
+        sums = {"loss": torch.stack([row["loss"].double(), torch.ones((), dtype=torch.float64)])}
+        for logits, batch in row["outputs"]:
+            for name, (total, count) in self.session.model.task.metrics(logits, batch).items():
+                if name == "loss":
+                    continue
+                pair = torch.stack([torch.as_tensor(total), torch.as_tensor(count)]).double()
+                sums[name] = sums[name] + pair if name in sums else pair
+        means = {}
+        for name, pair in sums.items():
+            total, count = collectives.all_reduce(pair, dp).tolist()
+            means[name] = total / count
+        return {
+            "loss": means.pop("loss"),
+            **means,
+            "lr": row["lr"],
+            "grad_norm": row["grad_norm"].item(),
+            "epoch": self.step * self.config.data.batch_size / len(self.session.data.train),
+            **moe_metrics(self.session.model, self.topology),
+        }
+
+    def _evaluate(self) -> None:
+        started = time.perf_counter()
+        metrics = evaluate(self.session)
+        self.last_eval = {**metrics, "step": self.step}
+        self.reporter.evaluation(self.step, metrics, time.perf_counter() - started)
+
+    def _asked_to_stop(self) -> bool:
+        """Whether any rank was asked to stop: all of them then do, after the same step."""
+        if self.topology["world"].size == 1:
+            return self.stop.stop_requested()
+        flag = torch.tensor(float(self.stop.stop_requested()), device=self.session.device)
+        return bool(collectives.all_reduce(flag, self.topology["world"], "max").item())
+
+    def _summary(self) -> dict[str, Any]:
+        finished = self.step >= self.config.trainer.max_steps
+        metrics = {k: v for k, v in self.last_eval.items() if k != "step"}
+        return {
+            "status": "finished" if finished else "interrupted",
+            "step": self.step,
+            "max_steps": self.config.trainer.max_steps,
+            "samples": self.step * self.config.data.batch_size,
+            "data": self.session.data.source,
+            **metrics,
+        }
