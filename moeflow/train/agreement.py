@@ -36,7 +36,7 @@ class Agreement:
         result, failure = None, None
         try:
             result = call(*args)
-        except Exception as exc:  # noqa: BLE001 (whatever it is, the others must not wait for a rank that is gone)
+        except Exception as exc:  # whatever it is, the others must not wait for a rank that is gone
             failure = exc
         replies = gather_objects((result, None if failure is None else self._told(failure)), self.group)
         told = [fault for _, fault in replies if fault is not None]

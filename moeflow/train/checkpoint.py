@@ -54,8 +54,8 @@ class SaveHandle:
 class CheckpointStore:
     """The checkpoints of one run.
 
-    The constructor, `claim`, `save`, `wait`, `load`, `verify`, `rewind` and `prune` are collective: every rank calls them at
-    the same place, and a failure of one rank is raised on all.  The other methods only read and need no partner.
+    The constructor, `claim`, `save`, `wait`, `load`, `verify`, `rewind` and `prune` are collective: every rank calls
+    them at the same place, and a failure of one rank is raised on all.  The other methods only read, alone.
 
     Args:
         folder: where the checkpoints are; made at the first save, on storage that all ranks share.

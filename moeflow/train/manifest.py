@@ -1,6 +1,6 @@
 """The list of files of one checkpoint, with their sizes and checksums.
 
-    manifest.json   {"format": 1, "step": 100, "world": 2, "files": {NAME: {"bytes": 42, "blake2b": HEX}}, "checksum": HEX}
+    {"format": 1, "step": 100, "world": 2, "files": {NAME: {"bytes": 42, "blake2b": HEX}, ...}, "checksum": HEX}
 
 `checksum` covers the manifest itself, so that a flipped bit in it is told from a flipped bit in a shard.
 """

@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from moeflow.errors import CheckpointError, did_you_mean
 from moeflow.train.agreement import disk_error
@@ -49,7 +52,7 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's index")
 
 
-class _Writer(dcp.FileSystemWriter):
+class _Writer(FileSystemWriter):
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
             return super().write_data(plan, planner)
@@ -64,7 +67,7 @@ class _Writer(dcp.FileSystemWriter):
         return StorageMeta()
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return read_index(Path(self.path))
 
@@ -94,10 +97,10 @@ def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], group: dist.Pr
     Raises:
         CheckpointError: on every rank, when one of them failed.
     """
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     _quiet()
     try:
-        dcp.save(
+        save(
             dict(tensors),
             storage_writer=_Writer(folder, sync_files=True),
             planner=planner,
@@ -114,10 +117,10 @@ def read_tensors(folder: Path, tensors: dict[str, torch.Tensor], group: dist.Pro
     Raises:
         CheckpointError: on every rank, when one of them failed.
     """
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     _quiet()
     try:
-        dcp.load(
+        load(
             dict(tensors),
             storage_reader=_Reader(folder),
             planner=planner,

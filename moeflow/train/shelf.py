@@ -199,7 +199,8 @@ class Shelf:
 
     def prune(self, keep_last: int, keep_best: int, metric: str, direction: str) -> list[int]:
         """Delete what no rule keeps; see `CheckpointStore.prune`."""
-        assert keep_last >= 1 and keep_best >= 0
+        assert keep_last >= 1
+        assert keep_best >= 0
         newest = self.latest()
         if newest is None:
             return []

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.train.gloo_ranks import run_ranks, start, start_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -20,8 +19,18 @@ from moeflow.errors import CheckpointError
 from moeflow.train.checkpoint import CheckpointStore
 from moeflow.train.shards import read_index
 from moeflow.train.shelf import Shelf
+from tests.distributed import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+
+def start(function, *args):
+    """A started process that runs `function(*args)`, forked from the server of `run_ranks`."""
+    process = multiprocessing.get_context("forkserver").Process(target=function, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def store_of_rank(folder: str) -> CheckpointStore:
+    return CheckpointStore(folder, rank=dist.get_rank(), world=dist.get_world_size())
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -114,7 +123,7 @@ FULL = {
 
 
 def lay_out(full: torch.Tensor, mesh: DeviceMesh, placements: list) -> DTensor:
-    """This rank's part of `full` as a DTensor, cut by hand: chunks of ceil(size / ranks), the last ones short or empty."""
+    """This rank's part of `full` as a DTensor, cut by hand: chunks of ceil(size / ranks), the last short or empty."""
     part, coordinate = full, mesh.get_coordinate()
     for place, ranks, index in zip(placements, mesh.shape, coordinate, strict=True):
         if isinstance(place, Shard):
@@ -147,8 +156,9 @@ def stage_keys(rank: int, world: int, stages: int = 2) -> list[str]:
     return [f"layer{layer}" for layer in range(stages) if layer % world == rank % stages % world or world == 1]
 
 
-def save_sharded(rank: int, world: int, folder: str) -> list[int]:
-    store = CheckpointStore(folder, rank=rank, world=world)
+def save_sharded(folder: str) -> list[int]:
+    store = store_of_rank(folder) if dist.is_initialized() else CheckpointStore(folder)
+    rank, world = store.rank, store.world
     tensors = sharded(world, fill=True)
     tensors |= {key: torch.full((3,), float(key[-1])) for key in stage_keys(rank, world)}
     tensors["plain"] = torch.tensor(5)
@@ -157,8 +167,9 @@ def save_sharded(rank: int, world: int, folder: str) -> list[int]:
     return store.steps()
 
 
-def load_sharded(rank: int, world: int, folder: str) -> int:
-    store = CheckpointStore(folder, rank=rank, world=world)
+def load_sharded(folder: str) -> int:
+    store = store_of_rank(folder) if dist.is_initialized() else CheckpointStore(folder)
+    rank, world = store.rank, store.world
     tensors = sharded(world, fill=False)
     tensors |= {key: torch.zeros(3) for key in stage_keys(rank, world)}
     tensors["plain"] = torch.tensor(0)
@@ -185,10 +196,10 @@ def load_sharded(rank: int, world: int, folder: str) -> int:
 def test_shards_load_on_any_number_of_ranks(tmp_path, saved_by):
     folder = str(tmp_path / "checkpoints")
     if saved_by == 1:
-        assert save_sharded(0, 1, folder) == [10]
+        assert save_sharded(folder) == [10]
     else:
         assert run_ranks(save_sharded, saved_by, folder) == [[10]] * saved_by
-    load_sharded(0, 1, folder)
+    load_sharded(folder)
     for world in (2, 3, 4):
         assert run_ranks(load_sharded, world, folder) == [saved_by] * world
 
@@ -294,16 +305,17 @@ def test_an_index_that_would_run_code_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "evil").exists()
 
 
-def verify_of_rank(rank: int, world: int, folder: str) -> str:
+def load_damaged(folder: str) -> str:
+    store = store_of_rank(folder)
     with pytest.raises(CheckpointError) as caught:
-        CheckpointStore(folder, rank=rank, world=world).load(10, sharded(world, fill=False), strict=False)
+        store.load(10, sharded(store.world, fill=False), strict=False)
     return str(caught.value)
 
 
 def test_damage_is_raised_on_every_rank(tmp_path):
     run_ranks(save_sharded, 2, str(tmp_path))
     flip(tmp_path / "step_00000010" / "__1_0.distcp")
-    first, second = run_ranks(verify_of_rank, 2, str(tmp_path))
+    first, second = run_ranks(load_damaged, 2, str(tmp_path))
     assert first == second and "__1_0.distcp is damaged" in first
 
 
@@ -493,8 +505,9 @@ def test_a_crash_at_any_file_operation_leaves_a_good_checkpoint(tmp_path, again)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "latest", f"step_{step:08d}"]
 
 
-def save_forever_on_ranks(rank: int, world: int, folder: str) -> None:
-    store = CheckpointStore(folder, rank=rank, world=world)
+def save_forever_on_ranks(rank: int, world: int, rendezvous: str, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    store = store_of_rank(folder)
     for step in range((store.latest() or 0) + 1, 100_000):
         mesh = init_device_mesh("cpu", (world,))
         shard = lay_out(torch.full((6, 2), float(step)), mesh, [Shard(0)])
@@ -507,12 +520,13 @@ def test_killing_one_of_two_ranks_leaves_a_checkpoint_that_loads(tmp_path):
     folder, reader = tmp_path / "checkpoints", CheckpointStore(tmp_path / "checkpoints")
     before = 0
     for attempt in range(6):
-        ranks = start_ranks(save_forever_on_ranks, 2, tmp_path / f"store{attempt}", str(folder))
+        rendezvous = str(tmp_path / f"rendezvous{attempt}")
+        ranks = [start(save_forever_on_ranks, rank, 2, rendezvous, str(folder)) for rank in range(2)]
         deadline = time.monotonic() + 30
         while (reader.latest() or 0) < before + 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(draw.uniform(0.0, 0.1))
-        for process, _ in ranks if attempt % 2 else ranks[::-1]:
+        for process in ranks if attempt % 2 else ranks[::-1]:
             process.kill()
             process.join()
         latest = reader.latest()
@@ -556,6 +570,16 @@ def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(tiny_disk, wait):
     assert Shelf(tiny_disk / "checkpoints").steps() == [1, 3]
 
 
+def saves_or_says_full(store: CheckpointStore, step: int) -> bool:
+    try:
+        save_small(store, step)
+    except CheckpointError as exc:
+        if "No space left" not in exc.what:
+            raise
+        return False
+    return True
+
+
 def test_a_disk_that_fills_up_at_any_byte_leaves_the_last_checkpoint(tiny_disk):
     folder = tiny_disk / "checkpoints"
     store = CheckpointStore(folder)
@@ -567,10 +591,7 @@ def test_a_disk_that_fills_up_at_any_byte_leaves_the_last_checkpoint(tiny_disk):
             room = os.statvfs(tiny_disk)
             stream.write(b"x" * ((room.f_bavail - free_pages) * room.f_bsize))
         latest = store.latest()
-        try:
-            save_small(store, latest + 1)
-        except CheckpointError as exc:
-            assert "No space left" in exc.what
+        if not saves_or_says_full(store, latest + 1):
             failures += 1
             assert store.latest() == latest
         ballast.unlink()
@@ -591,13 +612,13 @@ def test_a_read_only_disk_is_named_and_leaves_the_last_checkpoint(tiny_disk):
     assert CheckpointStore(tiny_disk / "checkpoints").latest() == 1
 
 
-def one_rank_fails(rank: int, world: int, folder: str, where: str) -> tuple[str, int | None]:
+def one_rank_fails(folder: str, where: str) -> tuple[str, int | None]:
     import moeflow.train.checkpoint as module
     from moeflow.train import shards
 
-    store = CheckpointStore(folder, rank=rank, world=world)
+    store = store_of_rank(folder)
     store.save(1, {"x": torch.tensor(1)}, {}, {})
-    if rank == 1:
+    if store.rank == 1:
 
         def fail(*args, **kwargs):
             raise OSError(28, "No space left on device", "/the/disk")
@@ -621,10 +642,10 @@ def test_a_failure_of_one_rank_is_raised_on_all(tmp_path, where):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def defect_on_one_rank(rank: int, world: int, folder: str) -> str:
-    store = CheckpointStore(folder, rank=rank, world=world)
+def defect_on_one_rank(folder: str) -> str:
+    store = store_of_rank(folder)
     try:
-        store.save(1, {"x": torch.tensor(1)}, {"bad": object()} if rank == 1 else {}, {})
+        store.save(1, {"x": torch.tensor(1)}, {"bad": object()} if store.rank == 1 else {}, {})
     except Exception as exc:
         return type(exc).__name__
     return "saved"
@@ -656,13 +677,13 @@ def test_a_background_save_holds_the_values_of_its_moment(tmp_path):
     store.close()
 
 
-def save_in_background(rank: int, world: int, folder: str) -> list[int]:
-    store = CheckpointStore(folder, rank=rank, world=world)
-    mesh = init_device_mesh("cpu", (world,))
+def save_in_background(folder: str) -> list[int]:
+    store = store_of_rank(folder)
+    mesh = init_device_mesh("cpu", (store.world,))
     local = torch.zeros(3, 2)
     parameter = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
     for step in (1, 2):
-        local.fill_(float(10 * step + rank))
+        local.fill_(float(10 * step + store.rank))
         store.save(step, {"w": parameter}, {}, {}, wait=False)
         local.fill_(-1.0)
         for _ in range(50):  # training's collectives go on meanwhile
