@@ -15,7 +15,7 @@ operator uses, and why, is `moeflow.ops.backend.describe()`.
 from moeflow.ops.capacity import expert_capacity, limit_by_capacity
 from moeflow.ops.grouped_mlp import grouped_mlp
 from moeflow.ops.permute import combine, dispatch, reorder
-from moeflow.ops.plan import DispatchPlan, histogram, make_plan
+from moeflow.ops.plan import DispatchPlan, histogram, make_padded_plan, make_plan
 from moeflow.ops.topk import top_k
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "grouped_mlp",
     "histogram",
     "limit_by_capacity",
+    "make_padded_plan",
     "make_plan",
     "reorder",
     "top_k",

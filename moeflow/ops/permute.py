@@ -25,7 +25,7 @@ def dispatch(x_TD: Tensor, plan: DispatchPlan) -> Tensor:
     Returns:
         rows [R, D] in the dtype of x, ordered by expert.
     """
-    return _dispatch(x_TD, plan.row_of_TK, plan.slot_of_row_R)
+    return _dispatch(x_TD, plan.row_of_TK, plan.slot_of_row_R, plan.padded)
 
 
 def combine(rows_RD: Tensor, plan: DispatchPlan, weights_TK: Tensor | None = None) -> Tensor:
@@ -40,8 +40,8 @@ def combine(rows_RD: Tensor, plan: DispatchPlan, weights_TK: Tensor | None = Non
         y [T, D] in the dtype of the rows.
     """
     if weights_TK is None:
-        return _gather_sum(rows_RD, plan.row_of_TK, plan.slot_of_row_R)
-    return _combine(rows_RD, weights_TK, plan.row_of_TK, plan.slot_of_row_R)
+        return _gather_sum(rows_RD, plan.row_of_TK, plan.slot_of_row_R, plan.padded)
+    return _combine(rows_RD, weights_TK, plan.row_of_TK, plan.slot_of_row_R, plan.padded)
 
 
 def reorder(rows_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
@@ -86,34 +86,43 @@ def weighted_gather(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | Non
 
 
 @torch.library.custom_op("moeflow::dispatch", mutates_args=())
-def _dispatch(x_TD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor) -> Tensor:
+def _dispatch(x_TD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: bool) -> Tensor:
     if backend.use_cupy("dispatch", x_TD):
         from moeflow.ops import _cupy
 
-        return _cupy.dispatch(x_TD, row_of_TK, slot_of_row_R)
-    top_k = max(row_of_TK.shape[1], 1)
-    return x_TD.index_select(0, slot_of_row_R // top_k)
+        return _cupy.dispatch(x_TD, row_of_TK, slot_of_row_R, padded)
+    return _rows_of_tokens(x_TD, row_of_TK.shape[1], slot_of_row_R, padded)
+
+
+def _rows_of_tokens(x_TD: Tensor, top_k: int, slot_of_row_R: Tensor, padded: bool) -> Tensor:
+    """The token of each row, zero in rows that pad: [R, D]."""
+    if x_TD.shape[0] == 0:
+        return x_TD.new_zeros(slot_of_row_R.shape[0], x_TD.shape[1])
+    if not padded:
+        return x_TD.index_select(0, slot_of_row_R // top_k)
+    rows_RD = x_TD.index_select(0, slot_of_row_R.clamp(min=0) // top_k)
+    return rows_RD.masked_fill_((slot_of_row_R < 0)[:, None], 0)
 
 
 @_dispatch.register_fake
-def _(x_TD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor) -> Tensor:
+def _(x_TD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: bool) -> Tensor:
     return x_TD.new_empty(slot_of_row_R.shape[0], x_TD.shape[1])
 
 
 def _dispatch_setup(ctx, inputs, output) -> None:
-    _, row_of_TK, slot_of_row_R = inputs
+    _, row_of_TK, slot_of_row_R, ctx.padded = inputs
     ctx.save_for_backward(row_of_TK, slot_of_row_R)
 
 
 def _dispatch_backward(ctx, grad_rows_RD: Tensor):
-    return _gather_sum(grad_rows_RD.contiguous(), *ctx.saved_tensors), None, None
+    return _gather_sum(grad_rows_RD.contiguous(), *ctx.saved_tensors, ctx.padded), None, None, None
 
 
 _dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
 
 
 @torch.library.custom_op("moeflow::gather_sum", mutates_args=())
-def _gather_sum(rows_RD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor) -> Tensor:
+def _gather_sum(rows_RD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: bool) -> Tensor:
     if backend.use_cupy("combine", rows_RD):
         from moeflow.ops import _cupy
 
@@ -122,19 +131,19 @@ def _gather_sum(rows_RD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor) -> Te
 
 
 @_gather_sum.register_fake
-def _(rows_RD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor) -> Tensor:
+def _(rows_RD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: bool) -> Tensor:
     return rows_RD.new_empty(row_of_TK.shape[0], rows_RD.shape[1])
 
 
 def _gather_sum_backward(ctx, grad_TD: Tensor):
-    return _dispatch(grad_TD.contiguous(), *ctx.saved_tensors), None, None
+    return _dispatch(grad_TD.contiguous(), *ctx.saved_tensors, ctx.padded), None, None, None
 
 
 _gather_sum.register_autograd(_gather_sum_backward, setup_context=_dispatch_setup)
 
 
 @torch.library.custom_op("moeflow::combine", mutates_args=())
-def _combine(rows_RD: Tensor, weights_TK: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor) -> Tensor:
+def _combine(rows_RD: Tensor, weights_TK: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: bool) -> Tensor:
     if backend.use_cupy("combine", rows_RD):
         from moeflow.ops import _cupy
 
@@ -143,43 +152,46 @@ def _combine(rows_RD: Tensor, weights_TK: Tensor, row_of_TK: Tensor, slot_of_row
 
 
 @_combine.register_fake
-def _(rows_RD: Tensor, weights_TK: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor) -> Tensor:
+def _(rows_RD: Tensor, weights_TK: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: bool) -> Tensor:
     return rows_RD.new_empty(row_of_TK.shape[0], rows_RD.shape[1])
 
 
 @torch.library.custom_op("moeflow::combine_backward", mutates_args=())
 def _combine_backward(
-    grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor
+    grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: bool
 ) -> tuple[Tensor, Tensor]:
     if backend.use_cupy("combine", rows_RD):
         from moeflow.ops import _cupy
 
-        return _cupy.combine_backward(grad_TD, rows_RD, weights_TK, row_of_TK, slot_of_row_R)
+        return _cupy.combine_backward(grad_TD, rows_RD, weights_TK, row_of_TK, slot_of_row_R, padded)
     dtype = _wide(rows_RD.dtype)
-    top_k = max(row_of_TK.shape[1], 1)
-    slots_R = slot_of_row_R.to(torch.int64)
-    grad_of_row_RD = grad_TD.index_select(0, slots_R // top_k).to(dtype)
+    grad_of_row_RD = _rows_of_tokens(grad_TD, row_of_TK.shape[1], slot_of_row_R, padded).to(dtype)
     dot_R = (grad_of_row_RD * rows_RD).sum(dim=1, dtype=dtype)
-    grad_weights_N = torch.zeros(weights_TK.numel(), dtype=dtype, device=rows_RD.device)
+    # Padding rows read and write one entry more, which is cut off.
+    slots_R = slot_of_row_R.to(torch.int64)
+    if padded:
+        slots_R = torch.where(slots_R < 0, weights_TK.numel(), slots_R)
+    grad_weights_N = torch.zeros(weights_TK.numel() + 1, dtype=dtype, device=rows_RD.device)
     grad_weights_N[slots_R] = dot_R
-    weight_of_row_R = weights_TK.reshape(-1).index_select(0, slots_R).to(dtype)
-    grad_rows_RD = grad_of_row_RD.mul_(weight_of_row_R[:, None])
-    return grad_rows_RD.to(rows_RD.dtype), grad_weights_N.view_as(weights_TK).to(weights_TK.dtype)
+    weights_N = torch.cat([weights_TK.reshape(-1).to(dtype), grad_weights_N.new_zeros(1)])
+    grad_rows_RD = grad_of_row_RD.mul_(weights_N.index_select(0, slots_R)[:, None])
+    grad_weights_TK = grad_weights_N[:-1].view_as(weights_TK).to(weights_TK.dtype, copy=True)
+    return grad_rows_RD.to(rows_RD.dtype), grad_weights_TK
 
 
 @_combine_backward.register_fake
-def _(grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor):
+def _(grad_TD, rows_RD, weights_TK, row_of_TK, slot_of_row_R, padded):
     return torch.empty_like(rows_RD), torch.empty_like(weights_TK)
 
 
 def _combine_setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.padded = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _combine_grad(ctx, grad_TD: Tensor):
-    rows_RD, weights_TK, row_of_TK, slot_of_row_R = ctx.saved_tensors
-    grads = _combine_backward(grad_TD.contiguous(), rows_RD, weights_TK, row_of_TK, slot_of_row_R)
-    return *grads, None, None
+    grads = _combine_backward(grad_TD.contiguous(), *ctx.saved_tensors, ctx.padded)
+    return *grads, None, None, None
 
 
 _combine.register_autograd(_combine_grad, setup_context=_combine_setup)

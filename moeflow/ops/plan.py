@@ -21,12 +21,15 @@ class DispatchPlan:
     Attributes:
         tokens_per_expert_E: int64 [E], rows of each expert.
         row_of_TK: int32 [T, K], row of each choice, -1 where it was dropped.
-        slot_of_row_R: int32 [R], slot t * K + k of each row; rows are ordered by expert, then by slot.
+        slot_of_row_R: int32 [R], slot t * K + k of each row, -1 for a row that pads its expert's segment; rows are
+            ordered by expert, then by slot, and padding stands last in each segment.
+        padded: whether there may be padding rows.  They are zero after dispatch, and combine ignores them.
     """
 
     tokens_per_expert_E: Tensor
     row_of_TK: Tensor
     slot_of_row_R: Tensor
+    padded: bool = False
 
 
 def histogram(ids: Tensor, num_experts: int) -> Tensor:
@@ -51,6 +54,45 @@ def make_plan(ids_TK: Tensor, num_experts: int, may_drop: bool = True) -> Dispat
         may_drop: False promises that no entry is negative, so that R = T * K is known without looking at the data.
     """
     return DispatchPlan(*_make_plan(ids_TK, num_experts, may_drop))
+
+
+def make_padded_plan(ids_TK: Tensor, num_experts: int, capacity: int) -> DispatchPlan:
+    """Like `make_plan`, with exactly `capacity` rows for every expert, so that no shape depends on the data.
+
+    Args:
+        ids_TK: integer [T, K], negative where a choice was dropped; no expert may be named more than `capacity` times.
+        num_experts: E.
+        capacity: C; R = E * C.
+    """
+    row_of_TK, slot_of_row_R = _make_padded_plan(ids_TK, num_experts, capacity)
+    counts_E = torch.full((num_experts,), capacity, dtype=torch.int64, device=ids_TK.device)
+    return DispatchPlan(counts_E, row_of_TK, slot_of_row_R, padded=True)
+
+
+@torch.library.custom_op("moeflow::make_padded_plan", mutates_args=())
+def _make_padded_plan(ids_TK: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
+    bin_N = torch.where(ids_TK < 0, num_experts, ids_TK).reshape(-1).to(torch.int64)
+    slots_N = torch.argsort(bin_N, stable=True)
+    sorted_N = bin_N[slots_N]
+    counts_E = _histogram(ids_TK, num_experts)
+    first_E = torch.cumsum(counts_E, 0) - counts_E
+    # Row of the choices in sorted order; those that were dropped land on row E * C, which is cut off.
+    position_N = torch.arange(slots_N.numel(), device=ids_TK.device)
+    shift_E = torch.arange(num_experts, device=ids_TK.device) * capacity - first_E
+    num_rows = num_experts * capacity
+    padding = torch.zeros(1, dtype=torch.int64, device=ids_TK.device)
+    row_N = torch.where(sorted_N < num_experts, position_N + torch.cat([shift_E, padding])[sorted_N], num_rows)
+    slot_of_row_R = torch.full((num_rows + 1,), -1, dtype=torch.int32, device=ids_TK.device)
+    slot_of_row_R[row_N] = slots_N.to(torch.int32)
+    row_of_N = torch.empty(slots_N.numel(), dtype=torch.int32, device=ids_TK.device)
+    row_of_N[slots_N] = torch.where(row_N < num_rows, row_N, -1).to(torch.int32)
+    return row_of_N.view_as(ids_TK), slot_of_row_R[:num_rows].clone()
+
+
+@_make_padded_plan.register_fake
+def _(ids_TK: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
+    row_of_TK = ids_TK.new_empty(ids_TK.shape, dtype=torch.int32)
+    return row_of_TK, ids_TK.new_empty(num_experts * capacity, dtype=torch.int32)
 
 
 @torch.library.custom_op("moeflow::histogram", mutates_args=())

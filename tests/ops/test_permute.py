@@ -136,10 +136,52 @@ def test_reorder_and_its_gradient(num_rows: int):
     assert torch.autograd.gradcheck(lambda r: ops.reorder(r, order, inverse), rows)
 
 
-def test_opcheck():
+def padded_case(num_tokens: int, capacity: int, dtype=torch.float64):
+    torch.manual_seed(num_tokens)
+    ids = ops.limit_by_capacity(torch.randint(-1, 4, (num_tokens, 2)), 4, capacity)
+    plan, padded = ops.make_plan(ids, 4), ops.make_padded_plan(ids, 4, capacity)
+    return plan, padded, torch.randn(num_tokens, 3, dtype=dtype), torch.randn(num_tokens, 2, dtype=dtype)
+
+
+@pytest.mark.parametrize(("num_tokens", "capacity"), [(0, 0), (0, 2), (9, 0), (20, 3), (20, 20)])
+def test_padding_changes_nothing_but_the_shapes(num_tokens: int, capacity: int):
+    plan, padded, x, weights = padded_case(num_tokens, capacity)
+    rows = ops.dispatch(x, padded)
+    assert rows.shape == (4 * capacity, 3)
+    segments = rows.view(4, capacity, 3)
+    for e, part in enumerate(ops.dispatch(x, plan).split(plan.tokens_per_expert_E.tolist())):
+        assert torch.equal(segments[e, : len(part)], part)
+        assert segments[e, len(part) :].abs().sum() == 0
+    results = []
+    for p in (plan, padded):
+        a, w = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        y = ops.combine(ops.dispatch(a, p).sin(), p, w)
+        y.backward(torch.arange(y.numel(), dtype=y.dtype).view_as(y))
+        results.append((y, a.grad, w.grad))
+    for ours, theirs in zip(*results):
+        assert torch.equal(ours, theirs)
+
+
+def test_padding_rows_may_hold_anything_after_the_experts():
+    _, padded, x, weights = padded_case(10, 4)
+    rows = ops.dispatch(x, padded)
+    rows[padded.slot_of_row_R < 0] = float("nan")
+    rows, weights = rows.requires_grad_(), weights.requires_grad_()
+    y = ops.combine(rows, padded, weights)
+    y.sum().backward()
+    assert y.isfinite().all()
+    assert weights.grad.isfinite().all()
+    assert rows.grad[padded.slot_of_row_R < 0].abs().sum() == 0
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_opcheck(padded: bool):
     plan, x, rows, weights = make_case(6, 2)
+    if padded:
+        _, plan, x, weights = padded_case(6, 3)
+        rows = torch.randn(12, 3, dtype=torch.float64)
     x, rows, weights = (t.requires_grad_() for t in (x, rows, weights))
-    maps = (plan.row_of_TK, plan.slot_of_row_R)
+    maps = (plan.row_of_TK, plan.slot_of_row_R, plan.padded)
     check = torch.library.opcheck
     check(torch.ops.moeflow.dispatch.default, (x, *maps))
     check(torch.ops.moeflow.gather_sum.default, (rows, *maps))

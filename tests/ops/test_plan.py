@@ -56,6 +56,24 @@ def test_promise_of_no_drops_gives_the_same_plan():
         assert torch.equal(getattr(promised, name), getattr(looked, name))
 
 
+@pytest.mark.parametrize("capacity", [0, 1, 4, 50])
+def test_padded_plan_matches_the_loop(capacity: int):
+    torch.manual_seed(capacity)
+    ids = ops.limit_by_capacity(torch.randint(-1, 5, (12, 3)), 5, capacity)
+    plan = ops.make_padded_plan(ids, 5, capacity)
+    row_of, slot_of_row = [[-1] * 3 for _ in range(12)], [-1] * (5 * capacity)
+    used = [0] * 5
+    for slot, e in enumerate(ids.flatten().tolist()):
+        if e >= 0:
+            row_of[slot // 3][slot % 3] = e * capacity + used[e]
+            slot_of_row[e * capacity + used[e]] = slot
+            used[e] += 1
+    assert plan.padded
+    assert plan.tokens_per_expert_E.tolist() == [capacity] * 5
+    assert plan.row_of_TK.tolist() == row_of
+    assert plan.slot_of_row_R.tolist() == slot_of_row
+
+
 @pytest.mark.parametrize("shape", [(0,), (7,), (40, 3), (2, 3, 4)])
 def test_histogram_matches_a_count(shape: tuple[int, ...]):
     ids = torch.randint(-2, 6, shape)
@@ -68,3 +86,4 @@ def test_opcheck(may_drop: bool):
     ids = torch.randint(-1 if may_drop else 0, 4, (10, 2))
     torch.library.opcheck(torch.ops.moeflow.make_plan.default, (ids, 4, may_drop))
     torch.library.opcheck(torch.ops.moeflow.histogram.default, (ids, 4))
+    torch.library.opcheck(torch.ops.moeflow.make_padded_plan.default, (ids, 4, 10))
