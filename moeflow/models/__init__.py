@@ -17,6 +17,7 @@ from moeflow.schema import GateConfig, ModelConfig
 _BUILDERS = {
     "convnet": ("moeflow.models.convnet", "ConvNet"),
     "lenet": ("moeflow.models.lenet", "LeNet"),
+    "gpt": ("moeflow.models.transformer", "GPT"),
 }
 
 

@@ -48,6 +48,10 @@ def initialize(model: nn.Module, seed: int, prefix: str = "") -> None:
 
 def initialize_module(module: nn.Module, seed: int, name: str) -> None:
     """Draw the parameters that `module` holds itself, not those of its children; see `initialize`."""
+    # Tied parameters that are on different ranks have to be drawn alike.
+    sibling = getattr(module, "drawn_as", None)
+    if sibling is not None:
+        name = ".".join(filter(None, (name.rpartition(".")[0], sibling)))
     draw = getattr(module, "init_parameters", None)
     if draw is not None:
         draw(lambda *keys: generator_for(seed, name, *keys))

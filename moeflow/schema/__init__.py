@@ -15,7 +15,7 @@ from moeflow.schema.gate import (
     NoisyGateConfig,
     SwitchGateConfig,
 )
-from moeflow.schema.model import MODELS, ConvNetConfig, LeNetConfig, ModelConfig
+from moeflow.schema.model import MODELS, ConvNetConfig, GPTConfig, LeNetConfig, ModelConfig
 from moeflow.schema.optim import OptimConfig, ScheduleConfig
 from moeflow.schema.parallel import LaunchConfig, ParallelConfig
 from moeflow.schema.run import (
@@ -36,6 +36,7 @@ __all__ = [
     "CifarData",
     "ConvNetConfig",
     "DataConfig",
+    "GPTConfig",
     "GShardGateConfig",
     "GateConfig",
     "LaunchConfig",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import List, Optional
 
 from moeflow.schema.fields import option
 
@@ -21,6 +22,13 @@ class ConvNetConfig(ModelConfig):
 
     name: str = option("convnet", "model class")
     num_classes: int = option(10, "classes", minimum=2)
+    widths: List[int] = option([48, 96, 192], "channels of each stage; each next one halves height and width", minimum=16)
+    depths: List[int] = option([1, 1, 1], "residual convolutions of each stage", minimum=0)
+    moe_stages: List[int] = option([2], "stages, from 0, whose residual convolutions are each followed by an MoE block")
+    mlp_ratio: float = option(
+        2.0, "hidden width of a dense MLP, or of a token's gate.top_k experts together, over the channels", above=0.0
+    )
+    label_smoothing: float = option(0.1, "probability spread over all classes in the training loss", minimum=0.0, below=1.0)
 
 
 @dataclass(slots=True)
@@ -32,4 +40,34 @@ class LeNetConfig(ModelConfig):
     num_classes: int = option(10, "classes", minimum=2)
 
 
-MODELS: dict[str, type[ModelConfig]] = {"convnet": ConvNetConfig, "lenet": LeNetConfig}
+@dataclass(slots=True)
+class GPTConfig(ModelConfig):
+    """Decoder-only Transformer: rotary positions, RMSNorm, SwiGLU, an MoE layer in every n-th block."""
+
+    name: str = option("gpt", "model class")
+    vocab_size: Optional[int] = option(None, "tokens the model knows; null takes those of the data", minimum=1)
+    num_layers: int = option(4, "blocks", minimum=1)
+    d_model: int = option(128, "width", minimum=2)
+    num_heads: int = option(4, "attention heads", minimum=1)
+    num_kv_heads: Optional[int] = option(
+        None, "heads of keys and values, each shared by several queries; null takes num_heads", minimum=1
+    )
+    d_hidden: Optional[int] = option(
+        None,
+        "hidden width of a dense MLP, and of the gate.top_k experts of a token together; null takes 8/3 d_model",
+        minimum=1,
+    )
+    expert_hidden: Optional[int] = option(
+        None, "hidden width of one expert; null takes d_hidden / gate.top_k", minimum=1
+    )
+    moe_every: int = option(1, "one block in so many has an MoE layer", minimum=1)
+    moe_offset: int = option(0, "number of the first block with an MoE layer, below moe_every", minimum=0)
+    tie_embeddings: bool = option(True, "one matrix for the embedding and the head")
+    rope_theta: float = option(10000.0, "base of the rotary frequencies", above=0.0)
+    norm_eps: float = option(1e-5, "epsilon of the norms", above=0.0)
+    init_std: float = option(0.02, "deviation of initial values (at a branch's end / sqrt(2 num_layers))", above=0.0)
+    dropout: float = option(0.0, "probability of dropping activations and attention weights", minimum=0.0, below=1.0)
+    activation_checkpointing: bool = option(False, "compute activations again in backward: less memory, more time")
+
+
+MODELS: dict[str, type[ModelConfig]] = {"convnet": ConvNetConfig, "lenet": LeNetConfig, "gpt": GPTConfig}

@@ -1,0 +1,217 @@
+"""Decoder-only Transformer with MoE layers.
+
+Legend: B sequences, S tokens of a sequence, D model, V vocabulary.
+
+Any of `embed`, `norm` and `head` may be None and `blocks` may hold some of the layers only: a pipeline stage is this
+model with the parts of other stages taken away.  Blocks are named by their number in the whole model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moeflow.errors import ConfigError
+from moeflow.models.attention import Attention, KeyValueCache
+from moeflow.models.linear import Embedding, Linear
+from moeflow.models.lm_task import LanguageModelTask
+from moeflow.models.mlp import DenseMLP
+from moeflow.models.regions import Region, VocabularyRegion
+from moeflow.models.rotary import Rotary
+from moeflow.moe import MoELayer
+from moeflow.schema.gate import GateConfig
+from moeflow.schema.model import GPTConfig
+
+_HIDDEN_MULTIPLE = 16
+
+
+def hidden_width(config: GPTConfig) -> int:
+    """Hidden width that a token passes through in each layer: 8/3 d_model, unless the configuration says otherwise.
+
+    A SwiGLU of that width has the parameters of a plain MLP of 4 d_model.
+    """
+    if config.d_hidden is not None:
+        return config.d_hidden
+    return math.ceil(8 * config.d_model / 3 / _HIDDEN_MULTIPLE) * _HIDDEN_MULTIPLE
+
+
+def expert_width(config: GPTConfig, top_k: int) -> int:
+    """Hidden width of one expert: the layer's over top_k, so that a token costs the same as in a dense model."""
+    return config.expert_hidden or math.ceil(hidden_width(config) / top_k)
+
+
+class Block(nn.Module):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Args:
+        config: options.
+        gate: of the MoE layer.
+        is_moe: whether the MLP is an MoE layer.
+    """
+
+    def __init__(self, config: GPTConfig, gate: GateConfig, is_moe: bool):
+        super().__init__()
+        std = config.init_std
+        # Two branches a layer add to the residual stream; this keeps its variance at the depth of the model.
+        out_std = std / math.sqrt(2 * config.num_layers)
+        kv_heads = config.num_kv_heads or config.num_heads
+        self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.attention = Attention(config.d_model, config.num_heads, kv_heads, config.dropout, std, out_std)
+        self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mlp: DenseMLP | MoELayer
+        if is_moe:
+            self.mlp = MoELayer(
+                config.d_model,
+                config.num_experts,
+                expert_width(config, gate.top_k),
+                gate,
+                activation="swiglu",
+                bias=False,
+                init_std=std,
+                out_init_std=out_std,
+            )
+        else:
+            self.mlp = DenseMLP(config.d_model, hidden_width(config), std, out_std)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        rotary: Rotary,
+        cache: KeyValueCache | None = None,
+        layer: str = "",
+    ) -> Tensor:
+        """Map [B, S, D] to [B, S, D]; the arguments are those of `Attention`."""
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), rotary, cache, layer))
+        return x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+
+
+class GPT(nn.Module):
+    """Decoder-only Transformer: embedding, blocks, norm, and a projection to the vocabulary.
+
+    Args:
+        config: options; `vocab_size` must be set.
+        gate: of the MoE layers.
+
+    Attributes:
+        task: loss and metrics.
+
+    Raises:
+        ConfigError: options that do not fit together.
+    """
+
+    def __init__(self, config: GPTConfig, gate: GateConfig):
+        super().__init__()
+        _check(config)
+        assert config.vocab_size is not None
+        self.config = config
+        self.task = LanguageModelTask()
+        self.embed: Embedding | None = Embedding(config.vocab_size, config.d_model, config.init_std)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleDict(
+            {str(layer): Block(config, gate, is_moe_layer(config, layer)) for layer in range(config.num_layers)}
+        )
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.head: Linear | None = Linear(config.d_model, config.vocab_size, config.init_std)
+        if config.tie_embeddings:
+            # A last stage has no embedding; its head must draw the embedding's values all the same.
+            self.head.drawn_as = "embed"
+            self.head.weight = self.embed.weight
+
+    def tensor_regions(self) -> list[Region | VocabularyRegion]:
+        """What tensor parallelism can cut: attention by heads, dense MLPs, the vocabulary."""
+        config = self.config
+        assert config.vocab_size is not None
+        regions: list[Region | VocabularyRegion] = []
+        heads = {"model.num_heads": config.num_heads, "model.num_kv_heads": config.num_kv_heads or config.num_heads}
+        for layer, block in self.blocks.items():
+            regions.append(Region(f"blocks.{layer}.attention", ("q", "k", "v"), ("out",), heads))
+            if isinstance(block.mlp, DenseMLP):
+                hidden = {"model.d_hidden": hidden_width(config)}
+                regions.append(Region(f"blocks.{layer}.mlp", ("gate", "up"), ("down",), hidden))
+        ends = (("embed", "embedding", self.embed), ("head", "logits", self.head))
+        regions += [
+            VocabularyRegion(name, kind, config.vocab_size) for name, kind, module in ends if module is not None
+        ]
+        return regions
+
+    def forward(self, inputs: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Run this part of the model.
+
+        Args:
+            inputs: int64 [B, S] tokens; [B, S, D] where the embedding is on another stage.
+            cache: tokens that came before; these are added to it.
+
+        Returns:
+            Logits [B, S, V] for the token after each; [B, S, D] where the head is on another stage.
+        """
+        x_BSD = inputs if self.embed is None else self.dropout(self.embed(inputs))
+        rotary = Rotary(0 if cache is None else cache.length, self.config.rope_theta)
+        recompute = self.config.activation_checkpointing and self.training and torch.is_grad_enabled()
+        for layer, block in self.blocks.items():
+            if recompute:
+                x_BSD = _recomputed(block, x_BSD, rotary)
+            else:
+                x_BSD = block(x_BSD, rotary, cache, layer)
+        if cache is not None:
+            cache.advance(inputs.shape[1])
+        if self.norm is not None:
+            x_BSD = self.norm(x_BSD)
+        return x_BSD if self.head is None else self.head(x_BSD)
+
+
+def is_moe_layer(config: GPTConfig, layer: int) -> bool:
+    """Whether a layer's MLP is an MoE layer."""
+    return config.num_experts > 0 and layer % config.moe_every == config.moe_offset
+
+
+def _recomputed(block: nn.Module, x_BSD: Tensor, rotary: Rotary) -> Tensor:
+    """Run a block whose activations are computed again in the backward pass instead of being kept.
+
+    The auxiliary losses count once: the backward pass runs over the graph of the first forward pass alone.
+    """
+    layers = [module for module in block.modules() if isinstance(module, MoELayer)]
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _statistics_untouched(layers)
+
+    return checkpoint(block, x_BSD, rotary, use_reentrant=False, context_fn=contexts)
+
+
+@contextmanager
+def _statistics_untouched(layers: list[MoELayer]) -> Iterator[None]:
+    """Keep the statistics of the last true forward pass, which may be one of a later micro-batch."""
+    kept = [layer.last_stats for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, stats in zip(layers, kept, strict=True):
+            layer.last_stats = stats
+
+
+def _check(config: GPTConfig) -> None:
+    if config.vocab_size is None:
+        raise ConfigError(
+            "model.vocab_size=null: the data have no vocabulary to take it from", "data=text, or model.vocab_size=256"
+        )
+    if config.d_model % (2 * config.num_heads):
+        raise ConfigError(
+            f"model.d_model={config.d_model}: must be a multiple of 2 * model.num_heads = {2 * config.num_heads}, "
+            "since rotary positions turn pairs of a head's channels",
+            f"model.d_model={-(-config.d_model // (2 * config.num_heads)) * 2 * config.num_heads}",
+        )
+    if config.num_kv_heads is not None and config.num_heads % config.num_kv_heads:
+        raise ConfigError(
+            f"model.num_kv_heads={config.num_kv_heads}: must divide model.num_heads={config.num_heads}",
+            "model.num_kv_heads=null",
+        )
+    if not 0 <= config.moe_offset < config.moe_every:
+        raise ConfigError(
+            f"model.moe_offset={config.moe_offset}: must be below model.moe_every={config.moe_every}",
+            f"model.moe_offset={config.moe_every - 1}",
+        )
