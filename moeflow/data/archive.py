@@ -7,6 +7,7 @@ import os
 import shutil
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,8 +106,8 @@ def unpack(path: Path, archive: Archive) -> Path:
     try:
         with _folder_aside(target) as aside:
             _write_members(path, archive, aside)
-    except tarfile.TarError as error:
-        raise DataError(f"{path} cannot be unpacked: {error}", "download it anew") from error
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be unpacked: {error or 'it ends too early'}", "download it anew") from error
     except OSError as error:
         raise DataError(
             f"{path} cannot be unpacked into {path.parent}: {error.strerror or error}",

@@ -60,14 +60,14 @@ def read_pickle(path: Path) -> Rows:
     missing = {"data", "labels"} - fields.keys()
     if missing:
         raise _bad(path, f"the entries 'data' and 'labels' were expected, {sorted(missing)} is not there")
-    pixels, labels = fields["data"], fields["labels"]
+    pixels, given = fields["data"], fields["labels"]
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape != (ROWS, PIXELS):
         raise _bad(path, f"'data' should be uint8 [{ROWS}, {PIXELS}], it is {_describe(pixels)}")
-    if isinstance(labels, list) and all(type(label) is int for label in labels):
-        # as objects: a damaged label may be larger than any integer of numpy
-        labels = np.array(labels, dtype=object)
+    # as objects: a damaged label may be larger than any integer of numpy
+    whole = isinstance(given, list) and all(type(label) is int for label in given)
+    labels = np.array(given, dtype=object) if whole else given
     if not isinstance(labels, np.ndarray) or labels.shape != (ROWS,):
-        raise _bad(path, f"'labels' should be {ROWS} integers, it is {_describe(labels)}")
+        raise _bad(path, f"'labels' should be {ROWS} integers, it is {_describe(given)}")
     return pixels, _checked(path, labels)
 
 

@@ -42,11 +42,10 @@ def load(cfg: TextData) -> Corpus:
     try:
         return manual()
     except ImportError as error:
+        missing = "data.path is null, and this Python comes without pydoc_data"
         if cfg.source == "real" or cfg.on_missing == "error":
-            raise DataError(
-                "data.path is null, and this Python comes without pydoc_data", "pass data.path=FILE"
-            ) from error
-        return made_up("data.path is null, and this Python comes without pydoc_data.")
+            raise DataError(missing, "pass data.path=FILE") from error
+        return made_up(f"{missing}.")
 
 
 def from_file(cfg: TextData) -> Corpus:
@@ -85,26 +84,28 @@ def manual() -> Corpus:
         source="real",
         name=f"text:python-{version}-manual",
         origin=f"pydoc_data.topics of Python {version}",
-        notice=f"No data.path was given: the text is the manual inside Python {version}; pass data.path=FILE for yours.",
+        notice=f"No data.path was given: the text is Python {version}'s own manual; pass data.path=FILE for yours.",
     )
 
 
+# Sixteen of each, separated by commas; the first ending is none.
 _SUBJECTS = (
     "the old sailor, a young queen, the clever fox, my brother, the baker, a tired soldier, the gray cat, the miller, "
     "every child, the north wind, a small river, the king, her sister, the gardener, a lost traveler, the judge"
-).split(", ")
+)
 _VERBS = (
     "finds, follows, remembers, carries, paints, answers, watches, forgets, sells, guards, praises, fears, greets, "
     "hides, mends, chooses"
-).split(", ")
+)
 _OBJECTS = (
-    "the golden ring, a broken wheel, the empty house, three letters, the mountain path, a silver spoon, the tall ship, "
-    "the harvest, an open door, the village bell, a heavy stone, some bread, the morning star, a song, the bridge, nothing"
-).split(", ")
+    "the golden ring, a broken wheel, the empty house, three letters, the mountain path, a silver spoon, "
+    "the tall ship, the harvest, an open door, the village bell, a heavy stone, some bread, the morning star, "
+    "a song, the bridge, nothing"
+)
 _ENDINGS = (
     ", at night, in the rain, before winter, without a word, near the sea, after supper, once a year, with great care, "
     "by candlelight, in the end, for a coin, on the hill, too late, again and again, as always"
-).split(", ")
+)
 _JOINTS = (". ", ". ", ". ", ".\n", "; then ", ", and ", ", but ", ", while ")
 
 
@@ -119,9 +120,10 @@ def made_up(why: str, num_sentences: int = 8192) -> Corpus:
     # The product of two numbers prefers small ones, as words of a language do.
     picks = [(counter.field(bits, 0, 256) * counter.field(bits, 16, 256)) >> 12 for bits in dice[:4]]
     joints = counter.field(dice[4], 0, len(_JOINTS))
+    subjects, verbs, objects, endings = (words.split(", ") for words in (_SUBJECTS, _VERBS, _OBJECTS, _ENDINGS))
     pieces, fresh = [], True
     for subject, verb, thing, ending, joint in zip(*(pick.tolist() for pick in picks), joints.tolist(), strict=True):
-        words = " ".join(filter(None, (_SUBJECTS[subject], _VERBS[verb], _OBJECTS[thing], _ENDINGS[ending])))
+        words = " ".join(filter(None, (subjects[subject], verbs[verb], objects[thing], endings[ending])))
         pieces.append((words[0].upper() + words[1:] if fresh else words) + _JOINTS[joint])
         fresh = _JOINTS[joint].startswith(".")
     return Corpus(

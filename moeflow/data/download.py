@@ -164,7 +164,9 @@ def download(url: str, wanted: Archive, path: Path) -> None:
 def _receive(url: str, wanted: Archive, part: Path) -> None:
     """Copy the answer to a file, with a line of progress every few seconds."""
     request = urllib.request.Request(url, headers={"User-Agent": "moeflow"})
-    with urllib.request.urlopen(request, timeout=READ_TIMEOUT_S) as answer, open(part, "wb") as out:
+    # urlopen would keep the proxies that the environment named at its first use.
+    opener = urllib.request.build_opener()
+    with opener.open(request, timeout=READ_TIMEOUT_S) as answer, open(part, "wb") as out:
         num_bytes, started = 0, time.monotonic()
         told = started
         while chunk := answer.read(_CHUNK_BYTES):

@@ -85,7 +85,8 @@ class ImageDataset:
 
         Args:
             pixels: the images and their labels.
-            mean, std: of each color, on the scale 0 to 1.
+            mean: of each color, on the scale 0 to 1.
+            std: of each color, on the same scale.
             seed: of the augmentation.
             padding: pixels of the random crop (0: flips only); None leaves the images as they are.
             fill: see `moeflow.data.augment.crop_and_flip`.

@@ -39,7 +39,7 @@ def cache_folder() -> Path:
 
 
 def locate(cfg: DataConfig) -> Found:
-    """Find the data files: in the folder the user named or the usual ones, else by unpacking or downloading the archive.
+    """Find the data files in the folder the user named or the usual ones, else unpack or download the archive.
 
     Args:
         cfg: `root`, `download`, `source` and `on_missing` are read; `source` is not "synthetic".
@@ -111,4 +111,7 @@ def _mend() -> str:
 
 def how_to_get() -> str:
     """One sentence on how to come by the real data."""
-    return f"fetch {download.URL}, unpack it (tar -xzf) into FOLDER and pass data.root=FOLDER or set {ROOT_VARIABLE}=FOLDER"
+    return (
+        f"fetch {download.URL}, unpack it (tar -xzf) into FOLDER, "
+        f"and pass data.root=FOLDER or set {ROOT_VARIABLE}=FOLDER"
+    )

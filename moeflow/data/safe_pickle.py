@@ -141,7 +141,8 @@ def load_arrays(path: Path) -> dict[str, Any]:
         ) from error
     except Exception as error:  # damage can surface as nearly any exception, MemoryError among them
         raise DataError(
-            f"{path} is damaged ({len(raw):,} bytes): not a readable pickle ({type(error).__name__}: {str(error)[:80]})",
+            f"{path} is damaged: a pickled dictionary of images was expected, reading its {len(raw):,} bytes gave "
+            f"{type(error).__name__}: {str(error)[:80]}",
             fresh_copy(path.parent),
         ) from error
 

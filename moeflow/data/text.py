@@ -5,6 +5,7 @@ Legend: B windows of a batch, S tokens of a window.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 
 import numpy as np
@@ -87,6 +88,8 @@ def build(cfg: TextData, seed: int) -> DataBundle:
 
 def _tokenize(text: corpus.Corpus, level: str) -> tuple[Tokenizer, Tensor]:
     """Return the tokenizer of a text, and the text as tokens in the smallest dtype that holds them."""
+    if not text.content.removeprefix(codecs.BOM_UTF8):
+        raise DataError(f"{text.origin} is empty", "pass another data.path")
     if level == "byte":
         return ByteTokenizer(), torch.frombuffer(bytearray(text.content), dtype=torch.uint8)
     try:
@@ -96,8 +99,6 @@ def _tokenize(text: corpus.Corpus, level: str) -> tuple[Tokenizer, Tensor]:
             f"{text.origin} is not UTF-8 text: byte {error.start:,} is {text.content[error.start]:#04x}",
             "convert it to UTF-8, or train on its bytes: data.level=byte",
         ) from error
-    if not characters:
-        raise DataError(f"{text.origin} is empty", "pass another data.path")
     tokenizer = CharTokenizer.of_text(characters)
     tokens = tokenizer.encode(characters)
     return tokenizer, torch.from_numpy(tokens.astype(np.uint8 if tokenizer.vocab_size <= 256 else np.int32))

@@ -15,7 +15,9 @@ class Tokenizer(Protocol):
     """A reversible map between text and numbers in [0, vocab_size)."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """How many tokens there are."""
+        ...
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the tokens of a text, int64 [length]."""
@@ -36,13 +38,15 @@ class ByteTokenizer:
     vocab_size = 256
 
     def encode(self, text: str) -> NDArray[np.int64]:
+        """Return the bytes of a text."""
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8).astype(np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Bytes that are not UTF-8 (a character cut in two) come out as the replacement character."""
-        return bytes(int(token) for token in tokens).decode("utf-8", "replace")
+        return bytes(_numbers(tokens)).decode("utf-8", "replace")
 
     def state(self) -> dict[str, Any]:
+        """Return what `from_state` needs."""
         return {"level": "byte"}
 
 
@@ -67,6 +71,7 @@ class CharTokenizer:
 
     @property
     def vocab_size(self) -> int:
+        """How many characters the alphabet has."""
         return len(self.alphabet)
 
     def encode(self, text: str) -> NDArray[np.int64]:
@@ -87,15 +92,23 @@ class CharTokenizer:
         return tokens.astype(np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return "".join(self.alphabet[int(token)] for token in tokens)
+        """Return the text of some tokens."""
+        return "".join(self.alphabet[token] for token in _numbers(tokens))
 
     def state(self) -> dict[str, Any]:
+        """Return what `from_state` needs."""
         return {"level": "char", "alphabet": self.alphabet}
 
 
 def from_state(state: dict[str, Any]) -> Tokenizer:
     """Make a tokenizer again from what `state` returned."""
     return ByteTokenizer() if state["level"] == "byte" else CharTokenizer(state["alphabet"])
+
+
+def _numbers(tokens: Iterable[int]) -> list[int]:
+    """Plain numbers of a list, or of an array or tensor (whose elements would be slow to take one by one)."""
+    numbers: list[int] = tokens.tolist() if hasattr(tokens, "tolist") else [int(token) for token in tokens]
+    return numbers
 
 
 def _codes(text: str) -> NDArray[np.uint32]:
