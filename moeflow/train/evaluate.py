@@ -16,7 +16,7 @@ def evaluate(session: Session) -> dict[str, float]:
     """Evaluate the model; every rank must call it.
 
     Returns:
-        "eval/loss" (mean over the samples) and one "eval/METRIC" for each metric of the task.
+        "eval/loss" (mean over the samples, or tokens) and one "eval/METRIC" for each other metric of the task.
     """
     config, model, task = session.config, session.model, session.model.task
     was_training = model.training
@@ -36,8 +36,8 @@ def evaluate(session: Session) -> dict[str, float]:
             pair = torch.stack([torch.as_tensor(total), torch.as_tensor(count)]).double()
             sums[name] = sums[name] + pair if name in sums else pair
     model.train(was_training)
-    result = {}
+    means = {}
     for name in sorted(sums):
         total, count = collectives.all_reduce(sums[name], session.topology["dp"]).tolist()
-        result[f"eval/{name}"] = total / count if count else math.nan
-    return result
+        means[name] = total / count if count else math.nan
+    return {f"eval/{name}": value for name, value in {**means, **task.derived(means)}.items()}

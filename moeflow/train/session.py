@@ -118,6 +118,13 @@ def _check_sizes(config: RunConfig, topology: Topology, bundle: DataBundle) -> N
             f"model.num_classes={classes}: the data have {bundle.num_classes} classes",
             f"model.num_classes={bundle.num_classes}",
         )
+    if getattr(config.model, "vocab_size", 0) is None:
+        config.model.vocab_size = bundle.vocab_size  # type: ignore[attr-defined]
+    vocabulary = getattr(config.model, "vocab_size", None)
+    if vocabulary is not None and bundle.vocab_size is not None and vocabulary < bundle.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={vocabulary}: the data have {bundle.vocab_size} tokens", "model.vocab_size=null"
+        )
 
 
 def set_aux_loss_scale(model: nn.Module, scale: float) -> None:
