@@ -28,6 +28,15 @@ using u64 = unsigned long long;
 using u32 = unsigned int;
 using u16 = unsigned short;
 
+// Stops the whole launch: an argument is wrong in a way that only the device can see.
+__device__ __forceinline__ void trap(const char* what) {
+#ifdef MOEFLOW_CUDA_HOST
+  cuda_host::fail(what);
+#else
+  __trap();
+#endif
+}
+
 constexpr u32 kAllLanes = 0xffffffffu;
 constexpr int kThreads = 256;  // of every block here unless its kernel says otherwise
 constexpr int kWarps = kThreads / 32;
@@ -143,6 +152,15 @@ struct Access {
   static __device__ __forceinline__ void write(T* to, const float (&values)[kWidth]) { store(to, pack(values)); }
 };
 
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
+
+// Maps a float to an integer of the same order; NaN is the largest, as for torch's sort, and -0 equals 0.
+__device__ __forceinline__ u32 ordered_key(float value) {
+  if (value != value) return 0xffffffffu;
+  const u32 bits = __float_as_uint(value + 0.0f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
 // Position of this thread's row among those that the grid works on at once: one row of the block (threads of equal
 // threadIdx.y) for each row of the tensor.
 __device__ __forceinline__ i64 first_row() { return static_cast<i64>(blockIdx.x) * blockDim.y + threadIdx.y; }
@@ -180,6 +198,9 @@ __device__ __forceinline__ u32 warp_min(u32 value) {
   return value;
 #endif
 }
+
+// Lanes of the warp that come before this one, as bits.
+__device__ __forceinline__ u32 lanes_below() { return (1u << (threadIdx.x & 31u)) - 1u; }
 
 // Sum of the values of the lanes below this one.
 __device__ __forceinline__ u32 warp_sum_before(u32 value) {

@@ -157,7 +157,7 @@ class Engine:
         return torch.cuda.current_device() if device.type == "cuda" else 0
 
     def _function(self, source: str, kernel: str, template: Sequence[str | int], index: int) -> Any:
-        expression = f"moeflow::{kernel}<{', '.join(map(str, template))}>"
+        expression = f"moeflow::{kernel}" + (f"<{', '.join(map(str, template))}>" if template else "")
         key = (source, expression, index)
         if key not in self._functions:
             module = self._modules.get((source, (expression,)))

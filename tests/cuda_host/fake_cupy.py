@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import torch
 
-from moeflow.ops._cupy import Engine
+from moeflow.ops._cupy import Engine, source_code
 from tests.cuda_host.host import HostError, HostModule
+from tests.cuda_host.instances import INSTANCES
 from tests.cuda_host.memory import Arena
 
 
@@ -58,11 +59,23 @@ class _Module:
         self.owner, self.code, self.names = owner, code, tuple(names)
 
     def get_function(self, name: str):
-        key = (self.code, self.names, self.owner.defines)
+        names = self.names
+        for source, instances in INSTANCES.items():
+            if self.code == source_code(source):
+                if name not in instances:
+                    raise HostError(f"{name} is not listed in tests/cuda_host/instances.py")
+                # One run of g++ for a kernel's variants of one dtype costs little more than one for a single variant.
+                names = tuple(each for each in instances if _group(each) == _group(name))
+        key = (self.code, names, self.owner.defines)
         if key not in _built:
-            stem = name.split("<")[0].removeprefix("moeflow::")
-            _built[key] = HostModule(self.code, self.names, self.owner.defines, stem)
+            _built[key] = HostModule(self.code, names, self.owner.defines, "-".join(_group(name)))
         return _Function(self.owner, _built[key], name)
+
+
+def _group(name: str) -> tuple[str, str]:
+    kernel, _, template = name.removeprefix("moeflow::").partition("<")
+    dtype = next((each for each in ("float", "bf16", "fp16") if each in template), "any")
+    return kernel.partition("_")[0], dtype
 
 
 class _Function:

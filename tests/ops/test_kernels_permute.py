@@ -16,7 +16,7 @@ DTYPES = list(TOLERANCE)
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     """||got - want|| / ||want|| in fp64; infinite where a value is not finite."""
-    got, want = got.double(), want.double()
+    got, want = got.detach().double(), want.detach().double()
     if not torch.isfinite(got).all():
         return float("inf")
     return float((got - want).norm() / want.norm().clamp(min=1e-30))

@@ -1,8 +1,6 @@
-"""One typed Python function for each CUDA kernel: checks the tensors, allocates the outputs, chooses the launch.
+"""Kernels that move whole rows: dispatch, combine, both gradients, and the order of rows around an all-to-all.
 
-Legend: T tokens, D model, E experts, K top-k, R rows (dispatched choices).
-
-The kernels take fp32, bf16 and fp16, contiguous, and sum in fp32.  Nothing here waits for the device.
+Legend: T tokens, D model, K top-k, R rows (dispatched choices).
 """
 
 from __future__ import annotations
@@ -11,72 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeflow.ops._cupy import CPP_NAME, Engine, KernelError, engine
+from moeflow.ops._cupy import CPP_NAME, KernelError
+from moeflow.ops.kernel_calls.checks import (
+    FLOATS,
+    INT32,
+    INT64,
+    access_bytes,
+    access_width,
+    choices_held,
+    engine_for,
+    require,
+    require_int32,
+    row_block,
+)
 
-THREADS = 256
-MAX_INT32 = 2**31 - 1
-
-
-def _require(
-    name: str,
-    tensor: Tensor,
-    like: Tensor | None,
-    dtypes: tuple[torch.dtype, ...],
-    shape: tuple,
-) -> None:
-    """Check what a kernel takes for granted; None in `shape` leaves a size open."""
-    if tensor.dtype not in dtypes:
-        wanted = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
-        raise KernelError(
-            f"{name} is {tensor.dtype}: the kernel takes {wanted}",
-            f"convert {name}, or MOEFLOW_OPS=torch",
-        )
-    if tensor.dim() != len(shape) or any(
-        want not in (None, have) for want, have in zip(shape, tensor.shape, strict=True)
-    ):
-        raise KernelError(f"{name} has shape {tuple(tensor.shape)}: the kernel takes {shape}")
-    if not tensor.is_contiguous():
-        raise KernelError(
-            f"{name} is not contiguous (strides {tensor.stride()})",
-            f"pass {name}.contiguous()",
-        )
-    if like is not None and tensor.device != like.device:
-        raise KernelError(f"{name} is on {tensor.device}, and the other tensors are on {like.device}")
-
-
-def _engine_for(tensor: Tensor) -> Engine:
-    chosen = engine()
-    if tensor.device.type != chosen.device_type:
-        raise KernelError(f"the kernels run on {chosen.device_type} tensors, and one is on {tensor.device}")
-    return chosen
-
-
-def _width(row_length: int, *tensors: Tensor) -> int:
-    """Values moved at once: as many as make 16 bytes, divide a row, and suit the alignment of every tensor."""
-    size = tensors[0].element_size()
-    width = 16 // size
-    while width > 1 and (
-        row_length % width or any(tensor.data_ptr() % (width * size) for tensor in tensors if tensor.numel())
-    ):
-        width //= 2
-    return width
-
-
-def _block(vectors: int, least: int = 8) -> tuple[int, int]:
-    """Block (X, Y): X threads on one row, at most THREADS in all."""
-    x = least
-    while x < min(vectors, THREADS):
-        x *= 2
-    return x, THREADS // x
-
-
-def _choices(top_k: int) -> int:
-    """Choices that a kernel holds at once: 1, 2, 4 or 8."""
-    return next((count for count in (1, 2, 4) if top_k <= count), 8)
-
-
-FLOATS = tuple(CPP_NAME)
-INT32 = (torch.int32,)
+MAX_SEGMENTS = 4096  # two tables of 4 bytes each in 48 KiB of shared memory, less what the kernel holds itself
 
 
 def dispatch(x_TD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: bool = False) -> Tensor:
@@ -91,22 +38,23 @@ def dispatch(x_TD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: boo
     Returns:
         rows [R, D].
     """
-    run = _engine_for(x_TD)
+    run = engine_for(x_TD)
     num_tokens, width = x_TD.shape
     num_rows, top_k = slot_of_row_R.shape[0], row_of_TK.shape[1]
-    _require("x", x_TD, None, FLOATS, (None, None))
-    _require("row_of", row_of_TK, x_TD, INT32, (num_tokens, None))
-    _require("slot_of_row", slot_of_row_R, x_TD, INT32, (None,))
+    require("x", x_TD, None, FLOATS, (None, None))
+    require("row_of", row_of_TK, x_TD, INT32, (num_tokens, None))
+    require("slot_of_row", slot_of_row_R, x_TD, INT32, (None,))
+    require_int32(max(num_rows, row_of_TK.numel()))
     rows_RD = run.empty((num_rows, width), dtype=x_TD.dtype, device=x_TD.device)
     if rows_RD.numel() == 0:
         return rows_RD
-    moved = _width(width, x_TD, rows_RD)
-    block = _block(width // moved)
+    moved = access_width(width, x_TD, rows_RD)
+    block = row_block(width // moved)
     run.launch(
         x_TD.device,
         "permute",
         "dispatch_rows",
-        (CPP_NAME[x_TD.dtype], moved, _choices(top_k)),
+        (CPP_NAME[x_TD.dtype], moved, choices_held(top_k)),
         run.num_blocks(-(-max(num_tokens, num_rows if padded else 0) // block[1]), x_TD.device),
         block,
         (
@@ -134,21 +82,21 @@ def combine(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None) -> Te
     Returns:
         y [T, D] in the dtype of the rows.
     """
-    run = _engine_for(rows_RD)
+    run = engine_for(rows_RD)
     (num_tokens, top_k), width = row_of_TK.shape, rows_RD.shape[1]
-    _require("rows", rows_RD, None, FLOATS, (None, None))
-    _require("row_of", row_of_TK, rows_RD, INT32, (None, None))
+    require("rows", rows_RD, None, FLOATS, (None, None))
+    require("row_of", row_of_TK, rows_RD, INT32, (None, None))
     weights_TK = _weights(weights_TK, row_of_TK)
     y_TD = run.empty((num_tokens, width), dtype=rows_RD.dtype, device=rows_RD.device)
     if y_TD.numel() == 0:
         return y_TD
-    moved = _width(width, rows_RD, y_TD)
-    block = _block(width // moved)
+    moved = access_width(width, rows_RD, y_TD)
+    block = row_block(width // moved)
     run.launch(
         rows_RD.device,
         "permute",
         "combine_rows",
-        (CPP_NAME[rows_RD.dtype], moved, _choices(top_k)),
+        (CPP_NAME[rows_RD.dtype], moved, choices_held(top_k)),
         run.num_blocks(-(-num_tokens // block[1]), rows_RD.device),
         block,
         (
@@ -169,7 +117,7 @@ def _weights(weights_TK: Tensor | None, row_of_TK: Tensor) -> Tensor | None:
     if weights_TK is None:
         return None
     weights_TK = weights_TK.to(torch.float32).contiguous()
-    _require("weights", weights_TK, row_of_TK, (torch.float32,), tuple(row_of_TK.shape))
+    require("weights", weights_TK, row_of_TK, (torch.float32,), tuple(row_of_TK.shape))
     return weights_TK
 
 
@@ -186,23 +134,23 @@ def combine_backward(
     Returns:
         grad_rows [R, D] in the dtype of the rows, and grad_weights [T, K] in the dtype of the weights.
     """
-    run = _engine_for(rows_RD)
+    run = engine_for(rows_RD)
     (num_tokens, top_k), (num_rows, width) = row_of_TK.shape, rows_RD.shape
-    _require("rows", rows_RD, None, FLOATS, (None, None))
-    _require("grad", grad_TD, rows_RD, (rows_RD.dtype,), (num_tokens, width))
-    _require("row_of", row_of_TK, rows_RD, INT32, (None, None))
-    _require("slot_of_row", slot_of_row_R, rows_RD, INT32, (num_rows,))
+    require("rows", rows_RD, None, FLOATS, (None, None))
+    require("grad", grad_TD, rows_RD, (rows_RD.dtype,), (num_tokens, width))
+    require("row_of", row_of_TK, rows_RD, INT32, (None, None))
+    require("slot_of_row", slot_of_row_R, rows_RD, INT32, (num_rows,))
     wide_weights_TK = _weights(weights_TK, row_of_TK)
     grad_rows_RD = run.empty((num_rows, width), dtype=rows_RD.dtype, device=rows_RD.device)
     grad_weights_TK = run.empty((num_tokens, top_k), dtype=torch.float32, device=rows_RD.device)
     if num_tokens and top_k:
-        moved = _width(width, grad_TD, rows_RD, grad_rows_RD)
-        block = _block(width // moved, least=32)
+        moved = access_width(width, grad_TD, rows_RD, grad_rows_RD)
+        block = row_block(width // moved, least=32)
         run.launch(
             rows_RD.device,
             "permute",
             "combine_rows_backward",
-            (CPP_NAME[rows_RD.dtype], moved, _choices(top_k)),
+            (CPP_NAME[rows_RD.dtype], moved, choices_held(top_k)),
             run.num_blocks(
                 -(-max(num_tokens, num_rows if padded else 0) // block[1]),
                 rows_RD.device,
@@ -223,3 +171,50 @@ def combine_backward(
             ),
         )
     return grad_rows_RD, grad_weights_TK.to(weights_TK.dtype)
+
+
+def regroup(rows: Tensor, counts_PE: Tensor, inverse: bool = False) -> Tensor:
+    """Bring rows from the order (source rank, local expert) into (local expert, source rank), or back.
+
+    Args:
+        rows: [R, D] of any dtype of 2, 4 or 8 bytes.
+        counts_PE: int64 [ranks, local experts], rows of each pair; sums to R.
+        inverse: take rows that are in the experts' order back to the ranks' order.
+
+    Returns:
+        rows of the same shape.
+    """
+    run = engine_for(rows)
+    (num_rows, width), (num_ranks, num_experts) = rows.shape, counts_PE.shape
+    require("rows", rows, None, (rows.dtype,), (None, None))
+    require("counts", counts_PE, rows, INT64, (None, None))
+    row_bytes, num_segments = width * rows.element_size(), num_ranks * num_experts
+    if num_segments > MAX_SEGMENTS or row_bytes % 2:
+        raise KernelError(
+            f"regroup: {num_segments} segments of rows of {row_bytes} bytes; the kernel takes up to {MAX_SEGMENTS} "
+            "segments and an even number of bytes"
+        )
+    out = run.empty((num_rows, width), dtype=rows.dtype, device=rows.device)
+    if out.numel() == 0:
+        return out
+    moved = access_bytes(row_bytes, rows, out)
+    block = row_block(row_bytes // moved)
+    run.launch(
+        rows.device,
+        "regroup",
+        "regroup_rows",
+        (moved, "true" if inverse else "false"),
+        run.num_blocks(-(-num_rows // block[1]), rows.device),
+        block,
+        (
+            rows,
+            out,
+            counts_PE,
+            np.int64(num_rows),
+            np.int32(num_ranks),
+            np.int32(num_experts),
+            np.int64(row_bytes),
+        ),
+        shared=8 * num_segments,
+    )
+    return out
