@@ -23,7 +23,7 @@ def evaluate(session: Session) -> dict[str, float]:
     model.eval()
     batches = eval_batches(
         session.data.eval,
-        batch=max(1, config.data.eval_batch_size // session.dp_size),
+        batch=config.data.eval_batch_size,
         dp_size=session.dp_size,
         dp_rank=session.topology["dp"].rank,
         max_batches=config.trainer.eval_batches,

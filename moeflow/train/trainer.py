@@ -117,6 +117,7 @@ class Trainer:
             dp_rank=self.topology["dp"].rank,
             seed=self.config.run.seed,
             start=self.step * self.config.trainer.grad_accum,
+            grad_accum=self.config.trainer.grad_accum,
             device=self.session.device,
             num_workers=self.config.data.num_workers,
         )
