@@ -32,6 +32,7 @@ _ALL = (
     Verb("train", "moeflow.cli.train", "[+recipe=NAME] [KEY=VALUE ...]", "train a recipe, any key overridden"),
     Verb("resume", "moeflow.cli.resume", "RUN_DIR [KEY=VALUE ...]", "go on with a run from its latest checkpoint"),
     Verb("eval", "moeflow.cli.eval", "RUN_DIR [KEY=VALUE ...]", "evaluate a checkpoint of a run"),
+    Verb("generate", "moeflow.cli.generate", "RUN_DIR [--prompt TEXT]", "write text with a run's language model"),
     Verb(
         "check",
         "moeflow.cli.check",

@@ -27,7 +27,10 @@ class Tokenizer(Protocol):
 
 
 class Windows(Protocol):
-    """A data set of windows of a text."""
+    """A data set of windows of a text, of `seq_len` tokens each."""
+
+    @property
+    def seq_len(self) -> int: ...
 
     def fetch(self, indices: Tensor, epoch: int) -> dict[str, Tensor]: ...
 

@@ -78,6 +78,11 @@ class LanguageModelTask:
             num_tokens: length of the continuation.
             seed: of the draws.
         """
-        window_S = data.eval.fetch(torch.zeros(1, dtype=torch.int64), 0)["inputs"][0]
-        prompt = data.tokenizer.decode(window_S[:_PROMPT_TOKENS].tolist())
-        return continue_text(model, data.tokenizer, prompt, num_tokens, context=len(window_S), seed=seed)
+        prompt, context = opening(data), data.eval.seq_len
+        return continue_text(model, data.tokenizer, prompt, num_tokens, context=context, seed=seed)
+
+
+def opening(data: Text) -> str:
+    """The first words of the held-out text, for a prompt."""
+    window_S = data.eval.fetch(torch.zeros(1, dtype=torch.int64), 0)["inputs"][0]
+    return data.tokenizer.decode(window_S[:_PROMPT_TOKENS].tolist())

@@ -22,14 +22,14 @@ class Letters:
 class Held:
     """Stands for a run's data: one held-out window."""
 
-    tokenizer = Letters()
+    tokenizer, seq_len = Letters(), 40
 
     @property
     def eval(self) -> Held:
         return self
 
     def fetch(self, indices: Tensor, epoch: int) -> dict[str, Tensor]:
-        return {"inputs": tokens(len(indices), 40)}
+        return {"inputs": tokens(len(indices), self.seq_len)}
 
 
 def sharp(**options):
