@@ -61,7 +61,7 @@ PASSIVE = {
 }  # fmt: skip
 
 # `moeflow doctor` tries every part and every third party by itself: that is what these trials are for.
-FREE = {"moeflow.cli.trials"}
+FREE = {"moeflow.cli.doctor.trials"}
 
 # Module above 400 lines -> why it is one piece.
 LONG: dict[str, str] = {}
