@@ -12,20 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moeflow.errors import CollectiveError
 from moeflow.parallel.topology import Group
+from moeflow.parallel.watch import watched
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Reduce in place over the group ("sum", "max" or "min"), and return the tensor.  No gradient."""
     if group.size > 1:
-        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=group.process_group)
+        with watched("all-reduce", group, tensor.shape):
+            dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=group.process_group)
     return tensor
 
 
 def barrier(group: Group) -> None:
     """Wait for every rank of the group."""
     if group.size > 1:
-        dist.barrier(group=group.process_group)
+        with watched("barrier", group):
+            dist.barrier(group=group.process_group)
 
 
 def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:
@@ -33,7 +37,8 @@ def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:
     if group.size == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=group.ranks[source], group=group.process_group)
+    with watched("broadcast", group):
+        dist.broadcast_object_list(box, src=group.ranks[source], group=group.process_group)
     return box[0]
 
 
@@ -42,8 +47,28 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [value]
     values: list[Any] = [None] * group.size
-    dist.all_gather_object(values, value, group=group.process_group)
+    with watched("gathering of objects", group):
+        dist.all_gather_object(values, value, group=group.process_group)
     return values
+
+
+def agree(what: str, value: Any, group: Group) -> None:
+    """Make sure that all ranks of a group hold the same value.
+
+    Args:
+        what: names the value in the message.
+        value: small and picklable.
+
+    Raises:
+        CollectiveError: on every rank, with each rank's value.
+    """
+    values = gather_objects(value, group)
+    if any(other != value for other in values):
+        told = ", ".join(f"rank {rank}: {other}" for rank, other in zip(group.ranks, values, strict=True))
+        raise CollectiveError(
+            f"the ranks of the {group.name} group disagree on {what}: {told}",
+            "start all ranks with the same configuration and code",
+        )
 
 
 def all_gather(tensor: Tensor, group: Group) -> list[Tensor]:
@@ -51,7 +76,8 @@ def all_gather(tensor: Tensor, group: Group) -> list[Tensor]:
     if group.size == 1:
         return [tensor]
     parts = [torch.empty_like(tensor) for _ in range(group.size)]
-    dist.all_gather(parts, tensor, group=group.process_group)
+    with watched("all-gather", group, tensor.shape):
+        dist.all_gather(parts, tensor, group=group.process_group)
     return parts
 
 
@@ -67,18 +93,21 @@ def reduce_scatter(parts: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return parts[0]
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts.contiguous(), group=group.process_group)
+    with watched("reduce-scatter", group, parts.shape):
+        dist.all_to_all_single(received, parts.contiguous(), group=group.process_group)
     return received.sum(0)
 
 
 def send(tensor: Tensor, target: int, group: Group) -> None:
     """Send a tensor to a group rank and wait."""
-    dist.send(tensor, dst=group.ranks[target], group=group.process_group)
+    with watched("send between stages", group, tensor.shape):
+        dist.send(tensor, dst=group.ranks[target], group=group.process_group)
 
 
 def receive(tensor: Tensor, source: int, group: Group) -> Tensor:
     """Fill `tensor` with what a group rank sends, and return it."""
-    dist.recv(tensor, src=group.ranks[source], group=group.process_group)
+    with watched("receive between stages", group, tensor.shape):
+        dist.recv(tensor, src=group.ranks[source], group=group.process_group)
     return tensor
 
 
@@ -99,7 +128,8 @@ def exchange_counts(counts: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return counts
     received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts.contiguous(), group=group.process_group)
+    with watched("exchange of counts", group, counts.shape):
+        dist.all_to_all_single(received, counts.contiguous(), group=group.process_group)
     return received
 
 
@@ -116,7 +146,8 @@ class _AllToAllRows(torch.autograd.Function):
 
 def _all_to_all(rows_RD: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
     out_RD = rows_RD.new_empty(sum(receive), *rows_RD.shape[1:])
-    dist.all_to_all_single(out_RD, rows_RD.contiguous(), list(receive), list(send), group=group.process_group)
+    with watched("all-to-all of rows", group, rows_RD.shape):
+        dist.all_to_all_single(out_RD, rows_RD.contiguous(), list(receive), list(send), group=group.process_group)
     return out_RD
 
 

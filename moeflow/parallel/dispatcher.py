@@ -58,6 +58,7 @@ class RankDispatcher:
         self.ep, self.etp, self.tp = topology["ep"], topology["etp"], topology["tp"]
         self.token_ranks = self.tp.size
         self._share_out = self.tp.size > 1 and not sequence_parallel
+        self._agreed = False
 
     def split_tokens(self, x: Tensor) -> tuple[Tensor, float]:
         if not self._share_out:
@@ -70,6 +71,10 @@ class RankDispatcher:
         return regions.merge_tokens(y, num_tokens, self.tp) if self._share_out else y
 
     def dispatch(self, rows_RD: Tensor, tokens_per_expert_E: Tensor) -> tuple[Tensor, Tensor, _Way]:
+        if not self._agreed:
+            shape = {"experts": tokens_per_expert_E.numel(), "width": rows_RD.shape[1], "dtype": str(rows_RD.dtype)}
+            collectives.agree("the shape of an MoE layer", shape, self.ep)
+            self._agreed = True
         # Rows leave ordered by expert, hence by destination; they arrive ordered by source and, from each, by expert.
         sent_WL = tokens_per_expert_E.view(self.ep.size, -1)
         received_WL = collectives.exchange_counts(sent_WL, self.ep)

@@ -1,0 +1,79 @@
+"""A collective that cannot finish says which one, and who is missing; nobody hangs."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moeflow.errors import CollectiveError
+from moeflow.parallel import collectives
+from moeflow.parallel.dispatcher import RankDispatcher
+from moeflow.parallel.topology import Topology
+from moeflow.schema import ParallelConfig
+from tests.distributed import run_ranks
+
+
+LIMIT_S = 3.0
+
+
+def join(**parallel) -> Topology:
+    """The topology of a rank whose collectives may take LIMIT_S seconds."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S))
+    return Topology.create(ParallelConfig(**parallel), LIMIT_S)
+
+
+def message_of(action) -> str:
+    started = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        action()
+    assert time.monotonic() - started < 25
+    return str(caught.value)
+
+
+def one_rank_stays_away() -> str:
+    topology = join()
+    if topology.rank == 1:
+        time.sleep(8)
+        return ""
+    return message_of(lambda: collectives.all_reduce(torch.ones(4), topology["stage"]))
+
+
+@pytest.mark.distributed
+def test_a_rank_that_does_not_come_is_named():
+    message = run_ranks(one_rank_stays_away, 3, timeout=40, init=False)[0]
+    assert "all-reduce over the stage group (ranks 0, 1, 2) did not finish" in message
+    assert "arrived: 0, 2" in message
+    assert "did not arrive: 1" in message
+
+
+def ranks_in_different_collectives() -> str:
+    topology = join(ep=2)
+    other = Topology.create(ParallelConfig(tp=2), 3.0)
+    if topology.rank == 0:
+        return message_of(lambda: collectives.all_reduce(torch.ones(4), topology["ep"]))
+    return message_of(lambda: collectives.all_gather(torch.ones(4), other["tp"]))
+
+
+@pytest.mark.distributed
+def test_a_rank_that_waits_elsewhere_is_named_with_its_collective():
+    first, second = run_ranks(ranks_in_different_collectives, 2, timeout=40, init=False)
+    assert "arrived: 0; rank 1 waits in all-gather over its tp group instead" in first
+    assert "arrived: 1; rank 0 waits in all-reduce over its ep group instead" in second
+
+
+def ranks_with_other_numbers_of_experts() -> str:
+    topology = join(ep=2)
+    dispatcher = RankDispatcher(topology)
+    counts = torch.ones(4 if topology.rank == 0 else 6, dtype=torch.int64)
+    return message_of(lambda: dispatcher.dispatch(torch.ones(int(counts.sum()), 8), counts))
+
+
+@pytest.mark.distributed
+def test_ranks_that_disagree_on_the_number_of_experts_are_told():
+    messages = run_ranks(ranks_with_other_numbers_of_experts, 2, timeout=40, init=False)
+    for message in messages:
+        assert "disagree on the shape of an MoE layer" in message
+        assert "rank 0: {'experts': 4" in message
+        assert "rank 1: {'experts': 6" in message
