@@ -249,4 +249,4 @@ class Shelf:
 
 def resume_command(run_dir: Path, step: int | None = None) -> str:
     """Return the command that goes on with a run, from its latest checkpoint or from an earlier one."""
-    return f"moeflow resume {run_dir}" + ("" if step is None else f" step={step}")
+    return f"moeflow resume {run_dir}" + ("" if step is None else f" --step {step}")

@@ -20,13 +20,7 @@ from moeflow.train.checkpoint import CheckpointStore
 from moeflow.train.shards import read_index
 from moeflow.train.shelf import Shelf
 from tests.distributed import run_ranks
-
-
-def start(function, *args):
-    """A started process that runs `function(*args)`, forked from the server of `run_ranks`."""
-    process = multiprocessing.get_context("forkserver").Process(target=function, args=args, daemon=True)
-    process.start()
-    return process
+from tests.train.forked import start
 
 
 def store_of_rank(folder: str) -> CheckpointStore:
@@ -258,7 +252,7 @@ def test_every_damaged_file_is_named_and_the_step_before_is_offered(tmp_path, ha
         with pytest.raises(CheckpointError) as caught:
             store.load(3, tensors)
         assert name.name in caught.value.what
-        assert caught.value.mend == f"resume from step 2: moeflow resume {run_dir} step=2"
+        assert caught.value.mend == f"resume from step 2: moeflow resume {run_dir} --step 2"
         assert all((tensor == -1.0).all() for tensor in tensors.values())
         assert all(path.read_bytes() == content for path, content in before.items()), "nothing is mended by itself"
         assert value_of(store, 2) == 2.0
