@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from moeflow.config.build import build, check_partial
 from moeflow.config.folders import locate
-from moeflow.config.keys import POLYMORPHIC, all_key_names
+from moeflow.config.keys import POLYMORPHIC, all_key_names, default_classes, section_class
 from moeflow.config.options import (
     EXTRA_GROUPS,
     PRIMARY,
@@ -113,6 +113,7 @@ class _Composer:
 
     def __init__(self, request: Request, config_dirs: Sequence[Path]):
         self.request = request
+        self.config_dirs = config_dirs
         self.notices: list[str] = []
         self.recipes: dict[str, dict[str, Any]] = {}
         self.chain: list[Recipe] = []
@@ -130,7 +131,7 @@ class _Composer:
         try:
             return self._hydra(self.request.hydra_overrides()), []
         except _Refused as refusal:
-            classes = self._classes(refusal)
+            classes = self._classes()
             in_files = self._problems_in_files(classes)
             good, in_values = self._sort_values(classes)
             if in_files or not in_values:
@@ -140,23 +141,30 @@ class _Composer:
 
     def _hydra(self, words: list[str]) -> DictConfig:
         folder = str(locate("configs"))
-        with (
-            _registered(self.final, self.recipes, self.user_files),
-            _fresh_global_hydra(),
-            initialize_config_dir(folder, version_base="1.3", job_name="moeflow"),
-        ):
-            try:
-                return hydra_compose(PRIMARY, overrides=words)
-            except Exception as error:  # Hydra also raises built-in exceptions on odd input of a user
-                raise _Refused(error) from error
-
-    def _classes(self, refusal: _Refused) -> dict[str, type]:
-        """Return the class of each polymorphic section, composed from the choices of options alone."""
         try:
-            node = self._hydra([f"{group}={self.final[group]}" for group in default_choices()])
-        except _Refused as inner:
-            raise error_of([inner.problem]) from refusal
-        return _classes_of(node)
+            with (
+                _registered(self.final, self.recipes, self.user_files),
+                _fresh_global_hydra(),
+                initialize_config_dir(folder, version_base="1.3", job_name="moeflow"),
+            ):
+                return hydra_compose(PRIMARY, overrides=words)
+        except Exception as error:  # Hydra and OmegaConf also raise built-in exceptions on odd input of a user
+            raise _Refused(error) from error
+
+    def _classes(self) -> dict[str, type]:
+        """Return the class of each polymorphic section, followed through the defaults lists of its option's files."""
+        return {section: self._class_of(section, self.final[section]) for section in POLYMORPHIC}
+
+    def _class_of(self, section: str, name: str) -> type:
+        found = options(section, self.config_dirs)
+        seen: set[str] = set()
+        while name in found and name not in seen:
+            seen.add(name)
+            content = parse_yaml(read_text(found[name].path, section), str(found[name].path))
+            defaults = content.get("defaults", []) if isinstance(content, dict) else []
+            bases = [item.partition("@")[0].rpartition("/")[2] for item in defaults if isinstance(item, str)]
+            name = next((base for base in bases if base != "_self_"), name)
+        return section_class(section, name) or default_classes()[section]
 
     def _problems_in_files(self, classes: dict[str, type]) -> list[Problem]:
         problems: list[Problem] = []
@@ -277,12 +285,12 @@ def _registered(
 @contextmanager
 def _fresh_global_hydra() -> Iterator[None]:
     """Hide a Hydra that the calling program may have initialized for itself."""
-    instance = GlobalHydra.instance()
-    outer, instance.hydra = instance.hydra, None
+    outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
         yield
     finally:
-        instance.hydra = outer
+        # Hydra's own clean-up has put another instance in place.
+        GlobalHydra.instance().hydra = outer
 
 
 def _unknown_everywhere(values: Sequence[ValueOverride]) -> list[Problem]:

@@ -71,7 +71,7 @@ def parse_words(words: Sequence[str], problems: list[Problem], config_dirs: Sequ
     for word in words:
         try:
             parsed.append(parser.parse_override(word))
-        except HydraException as error:
+        except (HydraException, ValueError, RecursionError) as error:  # the latter two: huge numbers, deep nesting
             problems.append(_syntax_problem(word, error, config_dirs))
     return parsed
 
@@ -138,7 +138,7 @@ def _general_problem(override: Override) -> Problem | None:
     return None
 
 
-def _syntax_problem(word: str, error: HydraException, config_dirs: Sequence[Path]) -> Problem:
+def _syntax_problem(word: str, error: Exception, config_dirs: Sequence[Path]) -> Problem:
     what = f"'{word}' is not an override."
     if "=" not in word:
         return Problem(

@@ -37,7 +37,14 @@ _FLOAT = (
     r"^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
     r"|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
+
+
+class _Dumper(yaml.SafeDumper):
+    """The writer that quotes the texts which `_Loader` would take for numbers."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -116,7 +123,12 @@ def load(path: str | os.PathLike[str]) -> RunConfig:
 
 def dump(config: RunConfig) -> str:
     """Return the YAML text of a configuration, keys in the schema's order."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, width=120)
+    data = to_dict(config)
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    # These are line breaks to YAML's readers, but PyYAML writes them as they are.
+    if any(char in text for char in "\x85\u2028\u2029"):
+        text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)
+    return text
 
 
 def save(config: RunConfig, path: str | os.PathLike[str]) -> None:
