@@ -17,10 +17,10 @@ from rich.console import Console
 
 from moeflow.cli.arguments import Arguments
 from moeflow.cli.doctor.finding import Finding
-from moeflow.cli.doctor.machine import check_gpus, list_gpus, machine
-from moeflow.cli.doctor.packages import packages
+from moeflow.cli.doctor.machine import check_gpus, list_gpus, read_machine
+from moeflow.cli.doctor.packages import read_packages
 from moeflow.cli.doctor.report import as_json, print_report, works
-from moeflow.cli.doctor.surroundings import surroundings
+from moeflow.cli.doctor.surroundings import read_surroundings
 from moeflow.cli.doctor.trying import try_all
 from moeflow.errors import ConfigError
 
@@ -57,7 +57,7 @@ def examine(limit_s: float, quiet: bool) -> list[Finding]:
     """Look at everything; shows what is being tried on a terminal unless `quiet`."""
     console = Console(stderr=True, highlight=False, quiet=quiet)
     with console.status("looking at the machine") as status:
-        looked = [*machine(), *packages(), *surroundings()]
+        looked = [*read_machine(), *read_packages(), *read_surroundings()]
         gpus, failure = list_gpus()
         tried, torch = try_all(limit_s, lambda title: status.update(f"trying {title}"))
     seen = check_gpus(gpus, failure, torch)

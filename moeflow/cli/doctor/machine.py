@@ -1,4 +1,4 @@
-"""The machine: Python, cores, memory, limits, GPUs.  `machine()` reads them; the `check_*` functions judge values."""
+"""The machine: Python, cores, memory, limits, GPUs.  `read_machine` reads them; the `check_*` functions judge values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAST_SHM = 256 << 20  # containers often start with 64 MiB
 LEAST_DESCRIPTORS = 1024
 
 
-def machine() -> list[Finding]:
+def read_machine() -> list[Finding]:
     """Read this machine."""
     memory = psutil.virtual_memory()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -14,7 +14,7 @@ SHOWN_EXTRAS = ("deepspeed", "tensorboard", "wandb", "hf", "cuda12", "cuda13")
 FOR_GPUS = ("cuda12", "cuda13")  # the trial of CuPy says which of the two is wanted, where there is a GPU
 
 
-def packages() -> list[Finding]:
+def read_packages() -> list[Finding]:
     """Look at this environment."""
     try:
         requires = importlib.metadata.requires("moeflow") or []

@@ -22,7 +22,7 @@ LAUNCHER_VARIABLES = (
 )  # fmt: skip
 
 
-def surroundings() -> list[Finding]:
+def read_surroundings() -> list[Finding]:
     """Look around."""
     interfaces = psutil.net_if_addrs()
     return [

@@ -47,7 +47,7 @@ class Trial:
 _GLOO_MENDS = (
     (r"[Uu]nable to find interface|[Uu]nable to find address for|No such device", "unset GLOO_SOCKET_IFNAME"),
     (r"resolve|getaddrinfo|[Nn]ame or service", "export GLOO_SOCKET_IFNAME=lo   (or the interface between machines)"),
-    (r"timed? ?out|Timeout", "export GLOO_SOCKET_IFNAME=lo; a firewall may block the loopback interface too"),
+    (r"[Tt]imed? ?out", "export GLOO_SOCKET_IFNAME=lo; a firewall may block the loopback interface too"),
 )
 _TORCH = Trial("torch", "torch", needed=True, mends=((r"No module named", 'pip install "torch>=2.9"'),))
 REST = (
