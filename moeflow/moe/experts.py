@@ -9,12 +9,13 @@ missing one, and so that one grouped product serves all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from moeflow import ops
+from moeflow.errors import ConfigError
 from moeflow.ops import activation as activations
 
 # Keys -> the generator that a parameter is drawn from.  The key of an expert is its number in the whole layer.
@@ -29,7 +30,14 @@ class Experts(nn.Module):
         first_expert: number, in the whole layer, of the first expert on this rank.
         num_local: experts on this rank.
         d_out: width of the output rows.
+        stacked: whether dimension 0 of each parameter is the experts of this rank.  Otherwise each parameter belongs to
+            one expert, whose number in the whole layer is part of its name.
+
+    A subclass whose parameters are all those of `Experts` inside it (such as `GroupedLinear`) has only to define
+    `forward`; with parameters of its own it also defines `shard` and `init_parameters`.
     """
+
+    stacked = True
 
     def __init__(self, num_experts: int, d_out: int):
         super().__init__()
@@ -44,7 +52,24 @@ class Experts(nn.Module):
 
     def shard(self, ep_rank: int, ep: int, etp_rank: int = 0, etp: int = 1) -> None:
         """Keep only this rank's experts, and its slice of their hidden dimension.  Called before values exist."""
-        raise NotImplementedError(f"{type(self).__name__} must define shard")
+        self._needs_no("shard")
+        self._share_out(ep_rank, ep, 1)
+        for inner in _inner_experts(self):
+            inner.shard(ep_rank, ep, etp_rank, etp)
+
+    def _share_out(self, ep_rank: int, ep: int, etp: int) -> None:
+        assert self.num_experts % ep == 0, "checked when the layout was"
+        if etp > 1:
+            raise ConfigError(
+                f"parallel.etp={etp}: experts of class {type(self).__name__} cannot be cut over ranks", "parallel.etp=1"
+            )
+        self.num_local = self.num_experts // ep
+        self.first_expert = ep_rank * self.num_local
+
+    def _needs_no(self, method: str) -> None:
+        inner = {id(p) for experts in _inner_experts(self) for p in experts.parameters()}
+        if any(id(p) not in inner for p in self.parameters()):
+            raise NotImplementedError(f"{type(self).__name__} holds parameters of its own and must define {method}")
 
     def hidden_dims(self) -> dict[str, int]:
         """Dimension of each parameter that `shard` cuts over etp; parameters left out are whole on every etp rank.
@@ -55,7 +80,15 @@ class Experts(nn.Module):
 
     def init_parameters(self, generator: Generators) -> None:
         """Draw the parameters, each expert from `generator(parameter, expert)`."""
-        raise NotImplementedError(f"{type(self).__name__} must define init_parameters")
+        self._needs_no("init_parameters")
+
+
+def _inner_experts(module: nn.Module) -> Iterator[Experts]:
+    for child in module.children():
+        if isinstance(child, Experts):
+            yield child
+        else:
+            yield from _inner_experts(child)
 
 
 class MLPExperts(Experts):

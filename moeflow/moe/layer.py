@@ -6,6 +6,7 @@ Legend: T tokens, D model, E experts, K top-k, R rows (dispatched choices), O ou
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,13 @@ from moeflow.moe import losses
 from moeflow.moe.aux_loss import attach_loss
 from moeflow.moe.dispatcher import Dispatcher, LocalDispatcher
 from moeflow.moe.experts import Experts, MLPExperts
-from moeflow.moe.gates import Gate, GateOutput, TokenContext, build_gate
+from moeflow.moe.gates import Gate, GateOutput, SoftOutput, TokenContext, build_gate
+from moeflow.moe.module_experts import Factory, experts_from
 from moeflow.moe.stats import MoEStats
+from moeflow.moe.tree import Tree, leaves, tree_map
 from moeflow.schema.gate import GateConfig
+
+GateHook = Callable[[GateOutput], GateOutput | None]
 
 
 class MoELayer(nn.Module):
@@ -34,7 +39,15 @@ class MoELayer(nn.Module):
         activation: of the experts; gated ones (swiglu, geglu, reglu) have a third matrix.
         d_out: width of the output; None takes d_model.
         bias: whether the experts have biases.
-        experts: an `Experts` module instead of stacked MLPs.
+        experts: instead of stacked MLPs an `Experts` module, a function from d_model to a module (called for each
+            expert), or a list of such functions, one for each expert.
+        init_std: standard deviation of the MLPs' initial values; None draws as nn.Linear does.
+        out_init_std: the same for their second layer.
+        shared: maps (tokens [T, D], output of the routed experts [T, O]) to the output [T, O]: `SharedExperts`,
+            `ResidualExperts` or a module of your own.
+        mask_values: value of the output, [O] or a number, for each mask value; masked tokens of other values are zero.
+        gate_hook: called with what the gate decided, before anything is dropped; what it returns, if anything, is used
+            instead.
 
     Attributes:
         last_stats: `MoEStats` of the last forward pass; None before the first.
@@ -55,71 +68,149 @@ class MoELayer(nn.Module):
         activation: str = "gelu",
         d_out: int | None = None,
         bias: bool = True,
-        experts: Experts | None = None,
+        experts: Experts | Factory | Sequence[Factory] | None = None,
         init_std: float | None = None,
         out_init_std: float | None = None,
+        shared: nn.Module | None = None,
+        mask_values: Mapping[int, Tensor | float] | None = None,
+        gate_hook: GateHook | None = None,
     ):
         super().__init__()
         if num_experts < 1:
             raise ConfigError(f"num_experts={num_experts}: an MoE layer needs at least one expert", "num_experts=8")
         self.d_model, self.num_experts = d_model, num_experts
         self.gate = gate if isinstance(gate, Gate) else build_gate(gate, d_model, num_experts)
-        self.experts: Experts = experts or MLPExperts(
-            num_experts, d_model, d_hidden or 4 * d_model, d_out, activation, bias, init_std, out_init_std
-        )
+        if experts is None:
+            d_hidden = 4 * d_model if d_hidden is None else d_hidden
+            experts = MLPExperts(num_experts, d_model, d_hidden, d_out, activation, bias, init_std, out_init_std)
+        elif not isinstance(experts, Experts):
+            experts = experts_from(experts, num_experts, d_model, d_model if d_out is None else d_out)
+        self.experts: Experts = experts
+        self.shared = shared
+        self.mask_values = dict(mask_values or {})
+        self.gate_hook = gate_hook
         self.dispatcher: Dispatcher = LocalDispatcher()
         self.aux_loss_scale = 1.0
         self.last_stats: MoEStats | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tree, token_ids: Tensor | None = None, mask: Tensor | None = None) -> Tree:
         """Route tokens through their experts.
 
         Args:
-            x: [..., D]; all leading dimensions are tokens, and all but the first of them make one sequence.
+            x: [..., D]; all leading dimensions are tokens, and all but the first of them make one sequence.  A dict,
+                list or tuple of such tensors, with the same tokens, goes to the experts whole; the gate sees the first.
+            token_ids: int64 [...], ids of the tokens in a vocabulary; only the hash gate needs them.
+            mask: integer or bool [...]: a token whose mask is not 0 skips the experts, counts in no loss, and has the
+                output `mask_values` says.
 
         Returns:
-            [..., O].
+            [..., O], or what the experts return, combined.
 
         Raises:
             ConfigError: the last dimension is not d_model.
         """
+        first = leaves(x)[0]
+        self._check(first)
+        num_tokens = first.shape[:-1][-1:].numel()
+        part, share = self.dispatcher.split_tokens(first)
+        x = part if x is first else tree_map(self._split, x)
+        lead = part.shape[:-1]
+        token_ids_T, mask_T = self._split_labels(token_ids), self._split_labels(mask)
+        context = TokenContext(
+            math.prod(lead[1:]) if len(lead) > 1 else None, share, token_ids_T, None if mask_T is None else mask_T == 0
+        )
+        x_TD = tree_map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), x)
+        out = self.gate(leaves(x_TD)[0], context)
+        if self.gate_hook is not None:
+            out = self.gate_hook(out) or out
+        y_TO = self._through_experts(x_TD, out, context)
+        if self.shared is not None:
+            y_TO = self.shared(x_TD, y_TO)
+        if mask_T is not None:
+            y_TO = tree_map(lambda leaf: self._fill_masked(leaf, mask_T), y_TO)
+        if out.losses:
+            y_TO = self._attach_losses(y_TO, out)
+        return tree_map(
+            lambda leaf: self.dispatcher.merge_tokens(leaf.reshape(*lead, leaf.shape[-1]), num_tokens), y_TO
+        )
+
+    # --- before the experts ------------------------------------------------------------------------------------------
+
+    def _check(self, x: Tensor) -> None:
         if x.shape[-1] != self.d_model:
             raise ConfigError(
                 f"input of shape {tuple(x.shape)}: the last dimension must be d_model={self.d_model}",
                 f"build the layer with d_model={x.shape[-1]}",
             )
-        num_tokens = x.shape[:-1][-1:].numel()
-        x, share = self.dispatcher.split_tokens(x)
-        lead = x.shape[:-1]
-        x_TD = x.reshape(-1, self.d_model)
-        out = self.gate(x_TD, TokenContext(math.prod(lead[1:]) if len(lead) > 1 else None, share))
-        y_TO = self._through_experts(x_TD, out)
-        if out.losses:
-            total = torch.stack([coefficient * loss for coefficient, loss in out.losses.values()]).sum()
-            y_TO = attach_loss(y_TO, total, self.aux_loss_scale / self.dispatcher.token_ranks)
-        y = y_TO.reshape(*lead, self.experts.d_out)
-        return self.dispatcher.merge_tokens(y, num_tokens)
 
-    def _through_experts(self, x_TD: Tensor, out: GateOutput) -> Tensor:
-        ids_TK, capacity = out.ids_TK, self.gate.capacity(x_TD.shape[0])
-        if capacity is not None:
-            ids_TK = ops.limit_by_capacity(
-                ids_TK, self.num_experts, capacity, self.gate.config.drop_policy, out.weights_TK
-            )
-        self._record(out, ids_TK)
-        plan = ops.make_plan(ids_TK, self.num_experts, may_drop=capacity is not None or self.gate.may_give_up)
-        rows_RD = ops.dispatch(x_TD, plan)
-        rows_RD, tokens_per_expert_L, state = self.dispatcher.dispatch(rows_RD, plan.tokens_per_expert_E)
-        rows_RO = self.experts(rows_RD, tokens_per_expert_L)
-        rows_RO = self.dispatcher.combine(rows_RO, state)
-        return ops.combine(rows_RO, plan, out.weights_TK.to(rows_RO.dtype))
+    def _split(self, x: Tensor) -> Tensor:
+        return self.dispatcher.split_tokens(x)[0]
+
+    def _split_labels(self, labels: Tensor | None) -> Tensor | None:
+        """This rank's part of one integer for each token: [...] -> [T]."""
+        return None if labels is None else self._split(labels.unsqueeze(-1)).reshape(-1)
+
+    def _plan(self, ids_TK: Tensor, capacity: int | None, context: TokenContext) -> ops.DispatchPlan:
+        if capacity is not None and self.gate.config.pad_to_capacity:
+            return ops.make_padded_plan(ids_TK, self.num_experts, capacity)
+        may_drop = (
+            capacity is not None or self.gate.may_give_up or context.valid_T is not None or self.gate_hook is not None
+        )
+        return ops.make_plan(ids_TK, self.num_experts, may_drop)
+
+    # --- experts -----------------------------------------------------------------------------------------------------
+
+    def _through_experts(self, x_TD: Tree, out: GateOutput | SoftOutput, context: TokenContext) -> Tree:
+        if isinstance(out, SoftOutput):
+            return self._through_slots(x_TD, out)
+        ids_TK, capacity = out.ids_TK, self.gate.capacity(out.ids_TK.shape[0])
+        if capacity is not None and not self.gate.limits_itself:
+            policy = self.gate.config.drop_policy
+            ids_TK = ops.limit_by_capacity(ids_TK, self.num_experts, capacity, policy, out.weights_TK)
+        self._record(out, ids_TK, context)
+        plan = self._plan(ids_TK, capacity, context)
+        weights_TK = self.gate.reweigh(out.weights_TK, ids_TK)
+        rows_RD = tree_map(lambda leaf: ops.dispatch(leaf, plan), x_TD)
+        rows_RO = self._run(rows_RD, plan.tokens_per_expert_E)
+        return tree_map(lambda leaf: ops.combine(leaf, plan, weights_TK), rows_RO)
+
+    def _through_slots(self, x_TD: Tree, out: SoftOutput) -> Tree:
+        rows_RD = tree_map(out.rows, x_TD)
+        per_expert = leaves(rows_RD)[0].shape[0] // self.num_experts
+        device = out.dispatch_BSM.device
+        counts_E = torch.full((self.num_experts,), per_expert, dtype=torch.int64, device=device)
+        self.last_stats = MoEStats(counts_E, torch.zeros((), dtype=torch.int64, device=device))
+        return tree_map(out.merge, self._run(rows_RD, counts_E))
+
+    def _run(self, rows_RD: Tree, tokens_per_expert_E: Tensor) -> Tree:
+        """Rows ordered by expert through the experts, wherever those are."""
+        sent = [self.dispatcher.dispatch(leaf, tokens_per_expert_E) for leaf in leaves(rows_RD)]
+        arrived = iter(rows for rows, _, _ in sent)
+        _, tokens_per_expert_L, state = sent[0]
+        rows_RO = self.experts(tree_map(lambda _: next(arrived), rows_RD), tokens_per_expert_L)
+        return tree_map(lambda leaf: self.dispatcher.combine(leaf, state), rows_RO)
+
+    # --- after the experts -------------------------------------------------------------------------------------------
+
+    def _fill_masked(self, y_TO: Tensor, mask_T: Tensor) -> Tensor:
+        filled_TO = torch.where((mask_T != 0)[:, None], 0, y_TO)
+        for key, value in self.mask_values.items():
+            value = torch.as_tensor(value, dtype=y_TO.dtype, device=y_TO.device)
+            filled_TO = torch.where((mask_T == key)[:, None], value, filled_TO)
+        return filled_TO
+
+    def _attach_losses(self, y_TO: Tree, out: GateOutput | SoftOutput) -> Tree:
+        total = torch.stack([coefficient * loss for coefficient, loss in out.losses.values()]).sum()
+        first = leaves(y_TO)[0]
+        attached = attach_loss(first, total, self.aux_loss_scale / self.dispatcher.token_ranks)
+        return tree_map(lambda leaf: attached if leaf is first else leaf, y_TO)
 
     @torch.no_grad()
-    def _record(self, out: GateOutput, kept_TK: Tensor) -> None:
-        chosen_TK = out.ids_TK
+    def _record(self, out: GateOutput, kept_TK: Tensor, context: TokenContext) -> None:
+        chosen_TK, probs_TE = out.ids_TK, out.probs_TE
         self.last_stats = MoEStats(
             tokens_per_expert_E=ops.histogram(chosen_TK, self.num_experts),
             num_dropped=(chosen_TK >= 0).sum() - (kept_TK >= 0).sum(),
             losses={name: loss.detach() for name, (_, loss) in out.losses.items()},
-            entropy=losses.entropy(out.probs_TE.detach()),
+            entropy=None if probs_TE is None else losses.entropy(probs_TE.detach(), context.valid_T),
         )

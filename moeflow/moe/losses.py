@@ -1,6 +1,6 @@
 """Losses that keep a gate balanced and its logits small.
 
-Legend: T tokens, E experts, K top-k, B sequences.
+Legend: T tokens, E experts, K top-k, B sequences, S tokens of a sequence.
 
 Statistics over the whole batch go through `batch_mean`, which turns this rank's mean into the mean over all ranks that
 hold tokens of the batch, while the gradient stays that of the own tokens.  Then the mean of the ranks' gradients is the
@@ -22,34 +22,51 @@ def alone(local_mean: Tensor) -> Tensor:
     return local_mean
 
 
-def choice_share(ids_TK: Tensor, num_experts: int) -> Tensor:
-    """Share of the choices that each expert got: f_e = c_e / (T K), float32 [E].  Sums to 1 (to 0 without tokens)."""
-    counts_E = torch.zeros(num_experts, dtype=torch.float32, device=ids_TK.device)
-    ids_N = ids_TK.reshape(-1)
-    counts_E = counts_E.scatter_add(0, ids_N, torch.ones_like(ids_N, dtype=torch.float32))
-    return counts_E / max(ids_TK.numel(), 1)
+def choice_counts(ids_TK: Tensor, num_experts: int) -> Tensor:
+    """Choices of each expert, float32 [E]; negative ids (given up, masked) are not counted.  No gradient."""
+    ids_N = torch.where(ids_TK < 0, num_experts, ids_TK).reshape(-1)
+    counts = torch.zeros(num_experts + 1, dtype=torch.float32, device=ids_TK.device)
+    return counts.scatter_add(0, ids_N, torch.ones_like(ids_N, dtype=torch.float32))[:num_experts]
 
 
-def load_balance(probs_TE: Tensor, ids_TK: Tensor, batch_mean: BatchMean = alone) -> Tensor:
+def load_balance(
+    probs_TE: Tensor,
+    ids_TK: Tensor,
+    batch_mean: BatchMean = alone,
+    num_tokens: Tensor | int | None = None,
+    share_E: Tensor | None = None,
+) -> Tensor:
     """Load-balance loss E * sum_e f_e P_e over the batch; 1 when balanced.
 
     Switch Transformer (arXiv:2101.03961), equations 4 to 6, with f over all K choices.  Only P carries a gradient.
+    Megatron-LM has the same value; Transformers' is K times larger (its f sums to K).
 
     Args:
-        probs_TE: [T, E], probabilities (rows sum to 1).
+        probs_TE: [T, E], probabilities (rows sum to 1; those of masked tokens are zero).
         ids_TK: int64 [T, K], the gate's choices before capacity.
         batch_mean: see the top of the module.
+        num_tokens: tokens that are not masked; None counts all.
+        share_E: f of more than this micro-batch, already of all ranks; None takes it of `ids_TK`.
 
     Returns:
         float32 0-dim.
     """
-    num_tokens, num_experts = probs_TE.shape
-    prob_E = probs_TE.float().sum(0) / max(num_tokens, 1)
-    return num_experts * torch.dot(batch_mean(choice_share(ids_TK, num_experts)), batch_mean(prob_E))
+    num_experts, top_k = probs_TE.shape[1], max(ids_TK.shape[1], 1)
+    count = max(probs_TE.shape[0], 1) if num_tokens is None else num_tokens
+    prob_E = probs_TE.float().sum(0) / count
+    if share_E is not None:
+        return num_experts * torch.dot(share_E, batch_mean(prob_E))
+    # One collective for both.
+    both_2E = batch_mean(torch.cat([choice_counts(ids_TK, num_experts) / (count * top_k), prob_E]))
+    return num_experts * torch.dot(both_2E[:num_experts], both_2E[num_experts:])
 
 
 def sequence_load_balance(
-    probs_TE: Tensor, ids_TK: Tensor, sequence_length: int, sequence_mean: BatchMean = alone
+    probs_TE: Tensor,
+    ids_TK: Tensor,
+    sequence_length: int,
+    sequence_mean: BatchMean = alone,
+    valid_T: Tensor | None = None,
 ) -> Tensor:
     """The load-balance loss of each sequence by itself, averaged (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
 
@@ -61,20 +78,30 @@ def sequence_load_balance(
         ids_TK: int64 [T, K].
         sequence_length: tokens of one sequence on this rank.
         sequence_mean: mean over the ranks that hold a part of each sequence, like `batch_mean`.
+        valid_T: bool [T], False where a token is masked; None takes all.
     """
     num_experts, top_k = probs_TE.shape[1], ids_TK.shape[1]
-    ids_BN = ids_TK.reshape(-1, sequence_length * top_k)
-    counts_BE = torch.zeros(ids_BN.shape[0], num_experts, dtype=torch.float32, device=ids_TK.device)
-    counts_BE = counts_BE.scatter_add(1, ids_BN, torch.ones_like(ids_BN, dtype=torch.float32))
-    prob_BE = probs_TE.float().view(-1, sequence_length, num_experts).mean(1)
-    share_BE = sequence_mean(counts_BE / (sequence_length * top_k))
-    per_sequence_B = num_experts * (share_BE * sequence_mean(prob_BE)).sum(1)
-    return per_sequence_B.sum() / max(per_sequence_B.numel(), 1)
+    ids_BN = torch.where(ids_TK < 0, num_experts, ids_TK).reshape(-1, sequence_length * top_k)
+    num_sequences = ids_BN.shape[0]
+    counts = torch.zeros(num_sequences, num_experts + 1, dtype=torch.float32, device=ids_TK.device)
+    counts_BE = counts.scatter_add(1, ids_BN, torch.ones_like(ids_BN, dtype=torch.float32))[:, :num_experts]
+    prob_BE = probs_TE.float().view(num_sequences, sequence_length, num_experts).sum(1)
+    if valid_T is None:
+        tokens_B1 = torch.full_like(counts_BE[:, :1], sequence_length)
+    else:
+        tokens_B1 = valid_T.view(num_sequences, sequence_length).sum(1, keepdim=True).float()
+    sums = sequence_mean(torch.cat([counts_BE, prob_BE, tokens_B1], dim=1))
+    tokens_B = sums[:, -1].detach().clamp(min=1)
+    product_B = (sums[:, :num_experts] * sums[:, num_experts:-1]).sum(1)
+    return (num_experts * product_B / (tokens_B.square() * top_k)).sum() / max(num_sequences, 1)
 
 
-def z_loss(logits_TE: Tensor) -> Tensor:
-    """mean_t logsumexp(logits_t)^2 (ST-MoE, arXiv:2202.08906, equation 5)."""
-    return torch.logsumexp(logits_TE.float(), dim=1).square().sum() / max(logits_TE.shape[0], 1)
+def z_loss(logits_TE: Tensor, valid_T: Tensor | None = None) -> Tensor:
+    """mean_t logsumexp(logits_t)^2 over the valid tokens (ST-MoE, arXiv:2202.08906, equation 5)."""
+    square_T = torch.logsumexp(logits_TE.float(), dim=1).square()
+    if valid_T is None:
+        return square_T.sum() / max(logits_TE.shape[0], 1)
+    return torch.where(valid_T, square_T, 0).sum() / valid_T.sum().clamp(min=1)
 
 
 def squared_variation(values_E: Tensor) -> Tensor:
@@ -87,6 +114,9 @@ def squared_variation(values_E: Tensor) -> Tensor:
     return values_E.float().var() / (values_E.float().mean().square() + 1e-10)
 
 
-def entropy(probs_TE: Tensor) -> Tensor:
-    """Mean entropy of the rows, in nats."""
-    return torch.special.entr(probs_TE).sum() / max(probs_TE.shape[0], 1)
+def entropy(probs_TE: Tensor, valid_T: Tensor | None = None) -> Tensor:
+    """Mean entropy of the rows of the valid tokens, in nats."""
+    entropy_T = torch.special.entr(probs_TE).sum(1)
+    if valid_T is None:
+        return entropy_T.sum() / max(probs_TE.shape[0], 1)
+    return torch.where(valid_T, entropy_T, 0).sum() / valid_T.sum().clamp(min=1)

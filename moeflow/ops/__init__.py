@@ -9,10 +9,12 @@ operator uses, and why, is `moeflow.ops.backend.describe()`.
     make_plan    ids [T, K]               -> DispatchPlan (where each choice's row stands)
     dispatch     x [T, D], plan           -> rows [R, D], ordered by expert
     grouped_mlp  rows [R, D], weights     -> rows [R, D]
+    grouped_linear  rows [R, I], weights  -> rows [R, O]
     combine      rows [R, D], weights     -> y [T, D]
 """
 
 from moeflow.ops.capacity import expert_capacity, limit_by_capacity
+from moeflow.ops.grouped_linear import grouped_linear
 from moeflow.ops.grouped_mlp import grouped_mlp
 from moeflow.ops.permute import combine, dispatch, reorder
 from moeflow.ops.plan import DispatchPlan, histogram, make_padded_plan, make_plan
@@ -23,6 +25,7 @@ __all__ = [
     "combine",
     "dispatch",
     "expert_capacity",
+    "grouped_linear",
     "grouped_mlp",
     "histogram",
     "limit_by_capacity",

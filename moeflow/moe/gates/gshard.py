@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeflow.moe.gates.base import Gate
+from moeflow.moe.gates.base import Gate, TokenContext
 
 
 class GShardGate(Gate):
@@ -21,10 +21,11 @@ class GShardGate(Gate):
 
     may_give_up = True
 
-    def choose(self, logits_TE: Tensor, probs_TE: Tensor) -> tuple[Tensor, Tensor]:
-        ids_TK, weights_TK = super().choose(logits_TE, probs_TE)
+    def choose(self, logits_TE: Tensor, scores_TE: Tensor, context: TokenContext) -> tuple[Tensor, Tensor]:
+        ids_TK, weights_TK = super().choose(logits_TE, scores_TE, context)
         if self.training and self.config.random_second:
-            share_T = (weights_TK[:, 1] / weights_TK.sum(dim=1)).detach()
+            weight_TK = weights_TK.detach()
+            share_T = weight_TK[:, 1] / weight_TK.sum(dim=1)
             kept_T = torch.rand_like(share_T) < 2 * share_T
             ids_TK = torch.stack([ids_TK[:, 0], torch.where(kept_T, ids_TK[:, 1], -1)], dim=1)
         return ids_TK, weights_TK

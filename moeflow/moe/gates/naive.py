@@ -8,6 +8,6 @@ from moeflow.moe.gates.base import Gate
 class NaiveGate(Gate):
     """The k most probable experts; weights are their probabilities.
 
-    With `normalize` (the default) the weights equal a softmax over the k chosen logits, which is FastMoE's naive gate
-    and Mixtral's router.
+    With `renormalize=before` (the default) the weights equal a softmax over the k chosen logits, which is FastMoE's
+    naive gate and Mixtral's router; with `none` it is OLMoE's and Qwen-MoE's.
     """

@@ -5,13 +5,14 @@ Legend: T tokens, D model, E experts, K top-k.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from moeflow import ops
 from moeflow.moe import losses
-from moeflow.moe.gates.base import Gate, GateOutput, TokenContext
-from moeflow.schema.gate import NoisyGateConfig
+from moeflow.moe.gates.base import NO_CONTEXT, Gate, GateOutput, TokenContext
 
 
 class NoisyGate(Gate):
@@ -25,35 +26,37 @@ class NoisyGate(Gate):
 
     NOISE_EPSILON = 1e-2
 
-    def __init__(self, d_model: int, num_experts: int, config: NoisyGateConfig):
-        super().__init__(d_model, num_experts, config)
-        self.noise = nn.Linear(d_model, num_experts, bias=False)
+    def build(self, d_model: int) -> None:
+        super().build(d_model)
+        self.noise = nn.Linear(d_model, self.num_experts, bias=False)
 
-    def forward(self, x_TD: Tensor, context: TokenContext = TokenContext()) -> GateOutput:  # noqa: B008 (frozen)
+    def forward(self, x_TD: Tensor, context: TokenContext = NO_CONTEXT) -> GateOutput:
         if not self.training:
             return super().forward(x_TD, context)
         clean_TE = self.logits(x_TD)
-        with torch.autocast(x_TD.device.type, enabled=False):
-            raw_TE = nn.functional.linear(x_TD.float(), self.noise.weight.float())
-        std_TE = nn.functional.softplus(raw_TE) + self.NOISE_EPSILON
+        std_TE = nn.functional.softplus(self.linear(x_TD, self.noise)) + self.NOISE_EPSILON
         noisy_TE = clean_TE + torch.randn_like(clean_TE) * std_TE
-        probs_TE = torch.softmax(noisy_TE, dim=1)
-        ids_TK, weights_TK = self.choose(noisy_TE, probs_TE)
-        aux = self.aux_losses(noisy_TE, probs_TE, ids_TK, weights_TK, context)
-        aux["importance"] = (self.config.importance_coef, self._importance_loss(ids_TK, weights_TK))
-        aux["load"] = (self.config.load_coef, self._load_loss(clean_TE, noisy_TE, std_TE))
-        return GateOutput(ids_TK, weights_TK, probs_TE, aux)
+        scores_TE = self.scores(noisy_TE)
+        ids_TK, weights_TK = self.choose(noisy_TE, scores_TE, context)
+        out = self.output(noisy_TE, scores_TE, ids_TK, weights_TK, context)
+        valid_T1 = 1.0 if context.valid_T is None else context.valid_T[:, None]
+        aux = {
+            **out.losses,
+            "importance": (self.config.importance_coef, self._importance_loss(ids_TK, out.weights_TK * valid_T1)),
+            "load": (self.config.load_coef, self._load_loss(clean_TE, noisy_TE, std_TE, valid_T1)),
+        }
+        return replace(out, losses=aux)
 
     def _importance_loss(self, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         total_E = weights_TK.new_zeros(self.num_experts).scatter_add(0, ids_TK.reshape(-1), weights_TK.reshape(-1))
         return losses.squared_variation(self.batch_mean(total_E))
 
-    def _load_loss(self, clean_TE: Tensor, noisy_TE: Tensor, std_TE: Tensor) -> Tensor:
+    def _load_loss(self, clean_TE: Tensor, noisy_TE: Tensor, std_TE: Tensor, valid_T1: Tensor | float) -> Tensor:
         if self.top_k == self.num_experts:
             return clean_TE.new_zeros(())  # every expert is always chosen: the load cannot vary
         top_T, _ = ops.top_k(noisy_TE, self.top_k + 1)
         # An expert among the chosen has to beat the (k+1)-th score, one outside the k-th.
         chosen_TE = noisy_TE > top_T[:, self.top_k :]
         threshold_TE = torch.where(chosen_TE, top_T[:, self.top_k :], top_T[:, self.top_k - 1 : self.top_k])
-        load_E = torch.special.ndtr((clean_TE - threshold_TE) / std_TE).sum(0)
+        load_E = (torch.special.ndtr((clean_TE - threshold_TE) / std_TE) * valid_T1).sum(0)
         return losses.squared_variation(self.batch_mean(load_E))
