@@ -9,8 +9,9 @@ model with the parts of other stages taken away.  Blocks are named by their numb
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +92,15 @@ class Block(nn.Module):
         return x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
 
 
+@dataclass(frozen=True)
+class StageCosts:
+    """Cost of each layer, and of what the first and the last stage have beside their layers; in one unit."""
+
+    layers: list[float]
+    first: float
+    last: float
+
+
 class GPT(nn.Module):
     """Decoder-only Transformer: embedding, blocks, norm, and a projection to the vocabulary.
 
@@ -150,19 +160,60 @@ class GPT(nn.Module):
         Returns:
             Logits [B, S, V] for the token after each; [B, S, D] where the head is on another stage.
         """
-        x_BSD = inputs if self.embed is None else self.dropout(self.embed(inputs))
+        return self.run(inputs, list(self.blocks), cache)
+
+    def run(self, inputs: Tensor, layers: Sequence[str], cache: KeyValueCache | None = None) -> Tensor:
+        """Run some of the blocks: with the embedding before the model's first one, norm and head after its last.
+
+        Args:
+            inputs: int64 [B, S] tokens before the first block, else [B, S, D].
+            layers: names of consecutive blocks.
+            cache: as in `forward`.
+        """
+        x_BSD = inputs
+        if layers[0] == "0":
+            assert self.embed is not None
+            x_BSD = self.dropout(self.embed(inputs))
         rotary = Rotary(0 if cache is None else cache.length, self.config.rope_theta)
         recompute = self.config.activation_checkpointing and self.training and torch.is_grad_enabled()
-        for layer, block in self.blocks.items():
-            if recompute:
-                x_BSD = _recomputed(block, x_BSD, rotary)
-            else:
-                x_BSD = block(x_BSD, rotary, cache, layer)
+        for layer in layers:
+            block = self.blocks[layer]
+            x_BSD = _recomputed(block, x_BSD, rotary) if recompute else block(x_BSD, rotary, cache, layer)
         if cache is not None:
             cache.advance(inputs.shape[1])
-        if self.norm is not None:
-            x_BSD = self.norm(x_BSD)
-        return x_BSD if self.head is None else self.head(x_BSD)
+        if layers[-1] != str(self.config.num_layers - 1):
+            return x_BSD
+        assert self.norm is not None and self.head is not None
+        return self.head(self.norm(x_BSD))
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Parameters that are another one under a second name."""
+        return {"head.weight": "embed.weight"} if self.config.tie_embeddings else {}
+
+    # --- what pipeline parallelism asks (moeflow.parallel.pipeline) --------------------------------------------------
+
+    def stage_costs(self) -> StageCosts:
+        """Forward multiply-adds of a token in each block, and in the head; looking up an embedding costs nothing."""
+        config = self.config
+        kv_heads = config.num_kv_heads or config.num_heads
+        attention = config.d_model**2 * (2 + 2 * kv_heads / config.num_heads)
+        mlp = 3 * config.d_model * hidden_width(config)
+        assert config.vocab_size is not None
+        return StageCosts([attention + mlp] * config.num_layers, first=0.0, last=config.d_model * config.vocab_size)
+
+    def keep(self, layers: Sequence[str]) -> None:
+        """Take all other blocks away, and the ends that do not belong to the blocks that stay."""
+        for layer in set(self.blocks) - set(layers):
+            del self.blocks[layer]
+        if "0" not in layers:
+            self.embed = None
+        if str(self.config.num_layers - 1) not in layers:
+            self.norm = self.head = None
+
+    def boundary_shape(self, batch: int, length: int) -> tuple[int, int, int]:
+        """Shape of what one stage sends to the next, for [batch, length] tokens."""
+        return batch, length, self.config.d_model
 
 
 def is_moe_layer(config: GPTConfig, layer: int) -> bool:

@@ -5,7 +5,8 @@ Each rank's loss is the mean over its own samples.  So, with dp the data-paralle
     dense parameters    mean over the dp group
     expert parameters   sum over the edp group, divided by dp: an expert has already seen the tokens of its whole
                         expert-parallel group, and divided by edp its gradient would be ep times too large
-    partial gradients   summed first over the axes that hold the parts (tp for a gate, etp for an expert's output bias)
+    partial gradients   summed first over the axes that hold the parts (tp for a gate, etp for an expert's output
+                        bias, the first and last stage for tied embeddings)
 
 The same rule stands in Megatron-LM and DeepSpeed (expert gradient scaling 1/dp).  Which ranks take part is decided by
 the layout alone, never by which gradients exist here: a parameter without a gradient takes part with zeros.
@@ -49,7 +50,7 @@ class Gradients:
         for parameter, _ in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for axis in ("tp", "etp"):
+        for axis in ("tp", "etp", "ends"):
             _reduce([p.grad for p, s in self.parameters if axis in s.partial], self.topology[axis])
         dense = [p.grad for p, s in self.parameters if not s.expert]
         experts = [p.grad for p, s in self.parameters if s.expert]
@@ -69,7 +70,7 @@ class Gradients:
         squares = torch.zeros((), dtype=torch.float64, device=self.parameters[0][0].device)
         # Fixed order of the kinds on all ranks: each takes part in the sums of its axes even without such parameters.
         for axes in ((), ("tp",), ("ep",), ("etp",), ("ep", "etp")):
-            local = _sum_of_squares([p.grad for p, s in self.parameters if tuple(s.shards) == axes], squares)
+            local = _sum_of_squares([p.grad for p, s in self.parameters if s.counted and tuple(s.shards) == axes], squares)
             for axis in axes:
                 local = collectives.all_reduce(local, self.topology[axis])
             squares = squares + local

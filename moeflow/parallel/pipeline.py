@@ -2,11 +2,11 @@
 
 A model that can be cut offers (see `moeflow.models.transformer.GPT`):
 
-    blocks               nn.ModuleDict of its layers, keyed by their number in the whole model
-    stage_costs()        costs of the layers, and what the first and the last stage have beside them
-    keep(layers, first, last)        takes the parts of other stages away
-    run(inputs, layers, first, last) runs some of the layers (and the ends)
-    boundary_shape(inputs shape)     shape of what one stage sends to the next
+    blocks                         nn.ModuleDict of its layers, keyed by their number in the whole model
+    stage_costs()                  costs of the layers, and what the first and the last stage have beside them
+    keep(layers)                   takes the parts of other stages away
+    run(inputs, layers)            runs some of the layers, with the ends that belong to them
+    boundary_shape(batch, length)  shape of what one stage sends to the next
 
 Each rank keeps one model object with the layers of all its stages, under their global names, so that parameters,
 checkpoints and gradients do not know of stages.  Interleaved schedules give a rank several stages: stage i stands on
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from moeflow.errors import ConfigError
 from moeflow.parallel import collectives
 from moeflow.parallel.topology import Topology
+from moeflow.parallel.watch import watched
 from moeflow.plan.partition import partition
 from moeflow.schema.parallel import ParallelConfig
 
@@ -87,8 +89,7 @@ def own_ranges(ranges: Sequence[StageRange], topology: Topology) -> list[StageRa
 
 def keep_own_layers(model: nn.Module, stages: Sequence[StageRange]) -> None:
     """Take the parts of other ranks' stages away from the model."""
-    layers = [name for stage in stages for name in stage.layers]
-    model.keep(layers, first=any(s.first for s in stages), last=any(s.last for s in stages))
+    model.keep([name for stage in stages for name in stage.layers])
 
 
 class _StageModule(nn.Module):
@@ -101,7 +102,7 @@ class _StageModule(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         with self.autocast():
-            output = self.model.run(inputs, self.stage.layers, self.stage.first, self.stage.last)
+            output = self.model.run(inputs, self.stage.layers)
         return output.float() if self.stage.last else output
 
 
@@ -113,11 +114,9 @@ class Pipeline:
         stages: of this rank.
         num_stages: in all.
         topology: of this rank.
-        schedule: "gpipe", "1f1b" or "interleaved".
+        config: degrees and schedule.
         num_microbatches: of one optimizer step.
-        input_shape: of one micro-batch's inputs.
         loss: (output of the last stage, targets) -> what is differentiated for one micro-batch.
-        dtype: of what the stages send.
         device: of this rank.
         autocast: makes the context that a stage runs in.
     """
@@ -128,40 +127,17 @@ class Pipeline:
         stages: Sequence[StageRange],
         num_stages: int,
         topology: Topology,
-        schedule: str,
+        config: ParallelConfig,
         num_microbatches: int,
-        input_shape: Sequence[int],
         loss: Loss,
-        dtype: torch.dtype,
         device: torch.device,
         autocast: Autocast,
     ):
         self.model, self.stages, self.num_stages = model, list(stages), num_stages
-        self.pp, self.dtype, self.device = topology["pp"], dtype, device
+        self.pp, self.tp, self.config, self.device, self.loss = topology["pp"], topology["tp"], config, device, loss
+        self.num_microbatches = num_microbatches
         self.modules = [_StageModule(model, stage, autocast) for stage in self.stages]
-        boundary = torch.empty(model.boundary_shape(input_shape), dtype=dtype, device="meta")
-        boundary.requires_grad_()
-        tokens = torch.empty(tuple(input_shape), dtype=torch.int64, device="meta")
-        pipeline_stages = [
-            PipelineStage(
-                module,
-                stage.index,
-                num_stages,
-                device,
-                input_args=tokens if stage.first else boundary,
-                output_args=torch.empty(model.output_shape(input_shape), device="meta").requires_grad_()
-                if stage.last
-                else boundary,
-                group=self.pp.process_group,
-            )
-            for stage, module in zip(self.stages, self.modules, strict=True)
-        ]
-        # Losses are already divided by the number of micro-batches, so torch must not scale the gradients again.
-        if schedule == "interleaved":
-            self._schedule = ScheduleInterleaved1F1B(pipeline_stages, num_microbatches, loss, scale_grads=False)
-        else:
-            kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
-            self._schedule = kind(pipeline_stages[0], num_microbatches, loss, scale_grads=False)
+        self._schedule: Any = None
 
     @property
     def holds_last(self) -> bool:
@@ -172,35 +148,63 @@ class Pipeline:
         """Forward and backward of all micro-batches; gradients are added to the parameters.
 
         Args:
-            inputs: of all micro-batches, one after another along dimension 0; the same on all stages' ranks.
+            inputs: int64 [num_microbatches * B, S], the same on all ranks of the pp group.
             targets: likewise.
 
         Returns:
             What `loss` returned for each micro-batch, on the last stage; empty elsewhere.
         """
+        if self._schedule is None:
+            self._schedule = self._make_schedule(inputs.shape[0] // self.num_microbatches, inputs.shape[1])
         losses: list[Tensor] = []
         args = (inputs,) if self.stages[0].first else ()
-        if self.holds_last:
-            self._schedule.step(*args, target=targets, losses=losses, return_outputs=False)
-        else:
-            self._schedule.step(*args, return_outputs=False)
+        more = {"target": targets, "losses": losses} if self.holds_last else {}
+        with watched("pipeline schedule", self.pp):
+            self._schedule.step(*args, **more, return_outputs=False)
         return losses
+
+    def _make_schedule(self, batch: int, length: int) -> Any:
+        """Stages with shapes known beforehand, so that nothing has to be run to learn them."""
+        boundary = torch.empty(self._boundary(batch, length), device="meta", requires_grad=True)
+        tokens = torch.empty(batch, length, dtype=torch.int64, device="meta")
+        stages = [
+            PipelineStage(
+                module,
+                module.stage.index,
+                self.num_stages,
+                self.device,
+                input_args=tokens if module.stage.first else boundary,
+                output_args=self._logits(batch, length) if module.stage.last else boundary,
+                group=self.pp.process_group,
+            )
+            for module in self.modules
+        ]
+        # Losses are divided by the number of micro-batches already, so torch must not scale the gradients again.
+        if self.config.pp_schedule == "interleaved":
+            return ScheduleInterleaved1F1B(stages, self.num_microbatches, self.loss, scale_grads=False)
+        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[self.config.pp_schedule]
+        return kind(stages[0], self.num_microbatches, self.loss, scale_grads=False)
+
+    def _boundary(self, batch: int, length: int) -> tuple[int, ...]:
+        *lead, width = self.model.boundary_shape(batch, length)
+        if self.config.sequence_parallel:
+            lead[-1] //= self.tp.size
+        return (*lead, width)
+
+    def _logits(self, batch: int, length: int) -> Tensor:
+        return torch.empty(batch, length, self.model.head.weight.shape[0], device="meta", requires_grad=True)
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor | None:
         """Forward pass of one batch of any size, stage by stage; logits on the last stage, None elsewhere."""
-        shape = self.model.boundary_shape(inputs.shape)
+        shape = self._boundary(*inputs.shape)
         output: Tensor | None = None
-        for index in range(self.num_stages):
-            mine = [m for m in self.modules if m.stage.index == index]
-            source, target = (index - 1) % self.pp.size, (index + 1) % self.pp.size
-            if not mine:
-                continue
-            if index == 0:
-                x = inputs
-            else:
-                x = collectives.receive(torch.empty(shape, dtype=self.dtype, device=self.device), source, self.pp)
-            output = mine[0](x)
-            if index < self.num_stages - 1:
-                collectives.send(output.to(self.dtype).contiguous(), target, self.pp)
+        for module in self.modules:
+            index = module.stage.index
+            x = inputs
+            if not module.stage.first:
+                x = collectives.receive(torch.empty(shape, device=self.device), (index - 1) % self.pp.size, self.pp)
+            output = module(x)
+            if not module.stage.last:
+                collectives.send(output.float().contiguous(), (index + 1) % self.pp.size, self.pp)
         return output if self.holds_last else None

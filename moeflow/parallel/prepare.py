@@ -36,7 +36,8 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     return Accelerator(
         cpu=use_cpu,
         mixed_precision=_MIXED[config.precision.dtype],
-        gradient_accumulation_steps=config.trainer.grad_accum,
+        # A pipeline accumulates inside its schedule.
+        gradient_accumulation_steps=config.trainer.grad_accum if config.parallel.pp == 1 else 1,
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )

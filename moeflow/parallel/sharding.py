@@ -3,12 +3,14 @@
     shards    axis -> dimension that is cut over it: each rank holds a part of the values
     partial   axes over which the value is the same on every rank, but each rank's gradient is a part of the whole
     expert    whether data parallelism of the experts (edp) applies, and not that of the dense part (dp)
+    counted   False for the second copy of a parameter that two pipeline stages share (a tied embedding and head): both
+              hold it, their gradients are summed over the axis "ends", and the norm counts it once
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -26,6 +28,7 @@ class ParameterSharding:
     shards: Mapping[str, int] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
     expert: bool = False
+    counted: bool = True
 
     @property
     def data_axis(self) -> str:
@@ -65,7 +68,30 @@ def describe_sharding(model: nn.Module, topology: Topology, sequence_parallel: b
     for prefix, module in model.named_modules():
         if isinstance(module, Experts):
             sharding.update({f"{prefix}.{name}": s for name, s in _expert_sharding(module, topology).items()})
-    return sharding
+    return {**sharding, **_tied_sharding(model, sharding, topology)}
+
+
+def global_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Name of each parameter of this rank's part in the whole model.
+
+    They differ for the second name of a shared parameter whose first one is on another stage.
+    """
+    present = set(names)
+    tied = getattr(model, "tied", {})
+    return {name: tied[name] if name in tied and tied[name] not in present else name for name in present}
+
+
+def _tied_sharding(model: nn.Module, sharding: Sharding, topology: Topology) -> Sharding:
+    if topology["pp"].size == 1:
+        return {}
+    changed: Sharding = {}
+    for alias, original in getattr(model, "tied", {}).items():
+        if original in sharding:
+            changed[original] = replace(sharding[original], partial=(*sharding[original].partial, "ends"))
+        elif alias in sharding:
+            partial = (*sharding[alias].partial, "ends")
+            changed[alias] = replace(sharding[alias], partial=partial, counted=False)
+    return changed
 
 
 def _expert_sharding(experts: Experts, topology: Topology) -> Sharding:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
-from moeflow.parallel.sharding import ParameterSharding, Sharding
+from moeflow.parallel.sharding import ParameterSharding, Sharding, global_names
 from moeflow.parallel.topology import Topology
 from moeflow.schema.layout import EXPERT_AXES
 
@@ -69,7 +69,9 @@ class Placements:
 
 def model_tensors(model: nn.Module, placements: Placements) -> dict[str, Tensor]:
     """Parameters and persistent buffers of this rank's part: "model/NAME" -> tensor that shares its memory."""
-    state = {f"{MODEL}/{name}": placements.describe(name, p.detach()) for name, p in model.named_parameters()}
+    named = dict(model.named_parameters())
+    names = global_names(model, named)
+    state = {f"{MODEL}/{names[name]}": placements.describe(name, p.detach()) for name, p in named.items()}
     persistent = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
         if name in persistent:
@@ -80,11 +82,13 @@ def model_tensors(model: nn.Module, placements: Placements) -> dict[str, Tensor]
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer, placements: Placements) -> dict[str, Tensor]:
     """State of the optimizer by parameter: "optimizer/NAME/KEY" -> tensor that shares its memory."""
     state: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    named = dict(model.named_parameters())
+    names = global_names(model, named)
+    for name, parameter in named.items():
         entries: Mapping[str, Tensor] = optimizer.state.get(parameter, {})
         for key, value in entries.items():
             if isinstance(value, Tensor):
-                state[f"{OPTIMIZER}/{name}/{key}"] = placements.describe(name, value)
+                state[f"{OPTIMIZER}/{names[name]}/{key}"] = placements.describe(name, value)
     return state
 
 

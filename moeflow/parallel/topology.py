@@ -40,7 +40,8 @@ class Group:
 class Topology:
     """A layout seen from one rank, with its process groups.
 
-    `groups` holds a `Group` for every axis of pp, dp, tp, edp, ep, etp, and for "stage" and "world".
+    `groups` holds a `Group` for every axis of pp, dp, tp, edp, ep, etp, and for "stage" (all ranks of this pipeline
+    stage), "ends" (the first and the last stage's ranks of this pp group) and "world".
     """
 
     layout: Layout
@@ -51,7 +52,7 @@ class Topology:
     def alone(cls) -> Topology:
         """The topology of one process without torch.distributed."""
         layout = Layout(1)
-        return cls(layout, 0, {name: Group(name, (0,), 0) for name in (*AXES, "stage", "world")})
+        return cls(layout, 0, {name: Group(name, (0,), 0) for name in (*AXES, "stage", "ends", "world")})
 
     @classmethod
     def create(cls, config: ParallelConfig, timeout_s: float) -> Topology:
@@ -71,6 +72,8 @@ class Topology:
         rank = dist.get_rank()
         ranks_of = {axis: tuple(layout.group(rank, axis)) for axis in AXES}
         ranks_of["stage"] = tuple(layout.stage_group(rank))
+        pipeline = ranks_of["pp"]
+        ranks_of["ends"] = (pipeline[0], pipeline[-1]) if rank in (pipeline[0], pipeline[-1]) and layout.pp > 1 else (rank,)
         ranks_of["world"] = tuple(range(layout.world))
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {ranks_of["world"]: dist.group.WORLD}
         groups = {}

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from moeflow.data.loader import eval_batches
-from moeflow.parallel import collectives
 from moeflow.train.session import Session
+from moeflow.train.step import Stepper, batch_means, make_stepper, metric_sums
 
 
 @torch.no_grad()
-def evaluate(session: Session) -> dict[str, float]:
+def evaluate(session: Session, stepper: Stepper | None = None) -> dict[str, float]:
     """Evaluate the model; every rank must call it.
+
+    Args:
+        session: of this process.
+        stepper: runs the forward passes; None makes one.
 
     Returns:
         "eval/loss" (mean over the samples, or tokens) and one "eval/METRIC" for each other metric of the task.
     """
-    config, model, task = session.config, session.model, session.model.task
+    config, model = session.config, session.model
+    stepper = stepper or make_stepper(session)
     was_training = model.training
     model.eval()
     batches = eval_batches(
@@ -31,13 +34,9 @@ def evaluate(session: Session) -> dict[str, float]:
     )
     sums: dict[str, torch.Tensor] = {}
     for batch in batches:
-        logits = model(batch["inputs"])
-        for name, (total, count) in task.metrics(logits, batch).items():
-            pair = torch.stack([torch.as_tensor(total), torch.as_tensor(count)]).double()
+        logits = stepper.logits(batch["inputs"])
+        for name, pair in metric_sums(session, [(logits, batch)] if logits is not None else []).items():
             sums[name] = sums[name] + pair if name in sums else pair
     model.train(was_training)
-    means = {}
-    for name in sorted(sums):
-        total, count = collectives.all_reduce(sums[name], session.topology["dp"]).tolist()
-        means[name] = total / count if count else math.nan
-    return {f"eval/{name}": value for name, value in {**means, **task.derived(means)}.items()}
+    means = batch_means(session, sums)
+    return {f"eval/{name}": value for name, value in {**means, **model.task.derived(means)}.items()}

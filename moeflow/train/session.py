@@ -18,7 +18,8 @@ from moeflow.errors import ConfigError
 from moeflow.models import build_model
 from moeflow.ops import backend
 from moeflow.parallel import collectives
-from moeflow.parallel.parallelize import moe_layers, parallelize
+from moeflow.parallel.parallelize import Part, moe_layers, parallelize
+from moeflow.parallel.pipeline import StageRange, keep_own_layers, own_ranges, stage_ranges
 from moeflow.parallel.prepare import make_accelerator
 from moeflow.parallel.topology import Topology
 from moeflow.schema import RunConfig
@@ -33,14 +34,23 @@ class Session:
         accelerator: device, precision, accumulation.
         topology: layout and groups.
         data: training and evaluation sets.
-        model: this rank's part, with initial values.
+        part: this rank's part of the model, with initial values.
+        stages: pipeline stages of this rank; empty without a pipeline.
+        num_stages: pipeline stages in all.
     """
 
     config: RunConfig
     accelerator: Accelerator
     topology: Topology
     data: DataBundle
-    model: nn.Module
+    part: Part
+    stages: list[StageRange]
+    num_stages: int = 1
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's part of the model."""
+        return self.part.model
 
     @property
     def device(self) -> torch.device:
@@ -92,10 +102,15 @@ def open_session(config: RunConfig, accelerator: Accelerator, topology: Topology
     _check_sizes(config, topology, bundle)
     with torch.device("meta"):
         model = build_model(config.model, config.gate)
-    model = parallelize(model, topology, config.run.seed, accelerator.device)
+    stages, ranges = [], []
+    if topology["pp"].size > 1:
+        ranges = stage_ranges(model, config.parallel)
+        stages = own_ranges(ranges, topology)
+        keep_own_layers(model, stages)
+    part = parallelize(model, topology, config.run.seed, accelerator.device, config.parallel.sequence_parallel)
     # Streams of noise (dropout, gate noise) differ between ranks that hold different samples.
     torch.manual_seed(config.run.seed + 1 + topology["stage"].rank)
-    return Session(config, accelerator, topology, bundle, model)
+    return Session(config, accelerator, topology, bundle, part, stages, len(ranges) or 1)
 
 
 def _build_data(config: RunConfig, topology: Topology) -> DataBundle:
@@ -106,10 +121,11 @@ def _build_data(config: RunConfig, topology: Topology) -> DataBundle:
 
 
 def _check_sizes(config: RunConfig, topology: Topology, bundle: DataBundle) -> None:
-    parts = topology["dp"].size * config.trainer.grad_accum
+    parts = topology["dp"].size * config.trainer.grad_accum * pipeline_microbatches(config)
     if config.data.batch_size % parts:
         raise ConfigError(
-            f"data.batch_size={config.data.batch_size}: must be a multiple of dp * trainer.grad_accum = {parts}",
+            f"data.batch_size={config.data.batch_size}: must be a multiple of dp * trainer.grad_accum * "
+            f"parallel.pp_microbatches = {parts}",
             f"data.batch_size={-(-config.data.batch_size // parts) * parts}",
         )
     classes = getattr(config.model, "num_classes", None)
@@ -125,6 +141,13 @@ def _check_sizes(config: RunConfig, topology: Topology, bundle: DataBundle) -> N
         raise ConfigError(
             f"model.vocab_size={vocabulary}: the data have {bundle.vocab_size} tokens", "model.vocab_size=null"
         )
+
+
+def pipeline_microbatches(config: RunConfig) -> int:
+    """Parts that a pipeline cuts each micro-batch of a rank into; 1 without a pipeline."""
+    if config.parallel.pp == 1:
+        return 1
+    return config.parallel.pp_microbatches or config.parallel.pp
 
 
 def set_aux_loss_scale(model: nn.Module, scale: float) -> None:

@@ -32,7 +32,7 @@ class Snapshot:
 
     def __init__(self, session: Session, optimizer: Optimizer | None = None):
         self.session, self.optimizer = session, optimizer
-        self.placements = state.Placements(session.model, session.topology)
+        self.placements = state.Placements(session.topology, session.part.sharding, session.part.full_shapes)
 
     def save(self, store: CheckpointStore, step: int, metrics: dict[str, float]) -> None:
         """Write a checkpoint; collective."""

@@ -18,7 +18,7 @@ from moeflow.data.loader import train_batches
 from moeflow.errors import TrainingError
 from moeflow.parallel import collectives
 from moeflow.parallel.gradients import Gradients
-from moeflow.parallel.prepare import loss_scale, prepare, share_overflow
+from moeflow.parallel.prepare import prepare, share_overflow
 from moeflow.schema import RunConfig
 from moeflow.train import snapshot
 from moeflow.train.checkpoint import CheckpointStore
@@ -26,8 +26,9 @@ from moeflow.train.evaluate import evaluate
 from moeflow.train.moe_metrics import moe_metrics
 from moeflow.train.optim import build_optimizer, learning_rate, set_learning_rate
 from moeflow.train.reporter import Reporter
-from moeflow.train.session import Session, set_aux_loss_scale
+from moeflow.train.session import Session
 from moeflow.train.signals import StopSignal
+from moeflow.train.step import StepOutput, batch_means, make_stepper, metric_sums
 
 
 class Trainer:
@@ -45,9 +46,12 @@ class Trainer:
         self.config: RunConfig = session.config
         self.accelerator, self.topology = session.accelerator, session.topology
         self.step = 0
-        self.gradients = Gradients(session.model, self.topology, self.config.parallel.expert_dp_comm)
+        self.gradients = Gradients(
+            session.model, self.topology, session.part.sharding, self.config.parallel.expert_dp_comm
+        )
         raw_optimizer = build_optimizer(session.model, self.config.optim)
         self.model, self.optimizer = prepare(self.accelerator, session.model, raw_optimizer)
+        self.stepper = make_stepper(session, self.optimizer)
         self.snapshot = snapshot.Snapshot(session, raw_optimizer)
         self.last_eval: dict[str, float] = {}
         self._saved_step: int | None = None
@@ -88,13 +92,14 @@ class Trainer:
         last = trainer.max_steps if trainer.stop_at is None else min(trainer.stop_at, trainer.max_steps)
         batches = self._batches()
         self.model.train()
-        set_aux_loss_scale(self.session.model, loss_scale(self.accelerator))
         self.reporter.start(self.step, last)
         while self.step < last:
-            row = self._train_step(batches)
+            rate = self._learning_rate()
+            output = self._train_step(batches)
             self.step += 1
+            self.reporter.progress(self.step, sum(map(self.session.model.task.num_units, output.batches)))
             if self._due(trainer.log_every) or self.step in (1, last):
-                self.reporter.row(self.step, self._complete(row))
+                self.reporter.row(self.step, self._complete(rate, output))
             stopping = self._asked_to_stop()
             if not stopping and (self._due(trainer.eval_every) or self.step == trainer.max_steps):
                 self._evaluate()
@@ -122,25 +127,13 @@ class Trainer:
             num_workers=self.config.data.num_workers,
         )
 
-    def _train_step(self, batches: Iterator[dict[str, Tensor]]) -> dict[str, Any]:
-        """One optimizer step over all micro-batches; the row's tensors are this rank's sums."""
-        rate = learning_rate(self.step, self.config.optim.lr, self.config.schedule, self.config.trainer.max_steps)
-        set_learning_rate(self.optimizer, rate)
-        losses, metrics = [], []
-        norm = torch.zeros(())
-        for _ in range(self.config.trainer.grad_accum):
-            batch = next(batches)
-            with self.accelerator.accumulate(self.model):
-                logits = self.model(batch["inputs"])
-                loss = self.session.model.task.loss(logits, batch)
-                self.accelerator.backward(loss)
-                if self.accelerator.sync_gradients:
-                    norm = self._finish_gradients()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            losses.append(loss.detach())
-            metrics.append((logits.detach(), batch))
-        return {"loss": torch.stack(losses).mean(), "lr": rate, "grad_norm": norm, "outputs": metrics}
+    def _train_step(self, batches: Iterator[dict[str, Tensor]]) -> StepOutput:
+        """One optimizer step over all micro-batches."""
+        set_learning_rate(self.optimizer, self._learning_rate())
+        return self.stepper.step(batches, self._finish_gradients)
+
+    def _learning_rate(self) -> float:
+        return learning_rate(self.step, self.config.optim.lr, self.config.schedule, self.config.trainer.max_steps)
 
     def _finish_gradients(self) -> Tensor:
         """Reduce over the ranks, measure, clip; returns the norm before clipping."""
@@ -157,32 +150,27 @@ class Trainer:
             self.gradients.clip(self.config.optim.clip_norm, norm)
         return norm
 
-    def _complete(self, row: dict[str, Any]) -> dict[str, float]:
+    def _complete(self, rate: float, output: StepOutput) -> dict[str, float]:
         """The row of the whole batch: means over the data-parallel ranks; every rank must call it."""
-        dp = self.topology["dp"]
-        sums = {"loss": torch.stack([row["loss"].double(), torch.ones((), dtype=torch.float64)])}
-        for logits, batch in row["outputs"]:
-            for name, (total, count) in self.session.model.task.metrics(logits, batch).items():
-                if name == "loss":
-                    continue
-                pair = torch.stack([torch.as_tensor(total), torch.as_tensor(count)]).double()
-                sums[name] = sums[name] + pair if name in sums else pair
-        means = {}
-        for name, pair in sums.items():
-            total, count = collectives.all_reduce(pair, dp).tolist()
-            means[name] = total / count
+        sums = {}
+        if not self.session.stages or self.session.stages[-1].last:
+            sums = metric_sums(self.session, output.outputs)
+            sums["loss"] = torch.stack([output.loss.double().cpu(), torch.ones((), dtype=torch.float64)]).to(
+                self.session.device
+            )
+        means = batch_means(self.session, sums)
         return {
             "loss": means.pop("loss"),
             **means,
-            "lr": row["lr"],
-            "grad_norm": row["grad_norm"].item(),
+            "lr": rate,
+            "grad_norm": output.norm.item(),
             "epoch": self.step * self.config.data.batch_size / len(self.session.data.train),
             **moe_metrics(self.session.model, self.topology),
         }
 
     def _evaluate(self) -> None:
         started = time.perf_counter()
-        metrics = evaluate(self.session)
+        metrics = evaluate(self.session, self.stepper)
         self.last_eval = {**metrics, "step": self.step}
         self.reporter.evaluation(self.step, metrics, time.perf_counter() - started)
 
