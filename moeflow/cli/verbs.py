@@ -39,6 +39,12 @@ _ALL = (
         "[+recipe=NAME] [KEY=VALUE ...]",
         "compose and check a configuration, start nothing",
     ),
+    Verb(
+        "topology",
+        "moeflow.cli.topology",
+        "[+recipe=NAME] [KEY=VALUE ...]",
+        "which rank stands where and holds what, for any number of processes",
+    ),
     Verb("recipes", "moeflow.cli.recipes", "", "list the recipes"),
     Verb("doctor", "moeflow.cli.doctor", "", "report the environment, what works, and what mends the rest"),
     Verb("completion", "moeflow.cli.completion", "bash|zsh|fish", "print the script that gives the shell completion"),

@@ -67,7 +67,8 @@ def describe_sharding(model: nn.Module, topology: Topology, sequence_parallel: b
                 sharding[f"{prefix}.{name}"] = ParameterSharding(partial=("tp",))
     for prefix, module in model.named_modules():
         if isinstance(module, Experts):
-            sharding.update({f"{prefix}.{name}": s for name, s in _expert_sharding(module, topology).items()})
+            own = describe_experts(module, topology["ep"].size, topology["etp"].size)
+            sharding.update({f"{prefix}.{name}": s for name, s in own.items()})
     return {**sharding, **_tied_sharding(model, sharding, topology)}
 
 
@@ -94,17 +95,16 @@ def _tied_sharding(model: nn.Module, sharding: Sharding, topology: Topology) -> 
     return changed
 
 
-def _expert_sharding(experts: Experts, topology: Topology) -> Sharding:
+def describe_experts(experts: Experts, ep: int, etp: int) -> Sharding:
+    """Sharding of the parameters of the experts of one layer, over ep and etp ranks."""
     hidden_dims = experts.hidden_dims()
     result: Sharding = {}
     for name, _ in experts.named_parameters():
-        shards = {"ep": 0} if topology["ep"].size > 1 else {}
+        shards = {"ep": 0} if ep > 1 else {}
         partial: tuple[str, ...] = ()
-        if topology["etp"].size > 1:
-            dim = hidden_dims.get(name)
-            if dim is None:
-                partial = ("etp",)
-            else:
-                shards["etp"] = dim
+        if etp > 1 and name in hidden_dims:
+            shards["etp"] = hidden_dims[name]
+        elif etp > 1:
+            partial = ("etp",)
         result[name] = ParameterSharding(shards, partial, expert=True)
     return result

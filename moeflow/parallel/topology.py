@@ -55,6 +55,12 @@ class Topology:
         return cls(layout, 0, {name: Group(name, (0,), 0) for name in (*AXES, "stage", "ends", "world")})
 
     @classmethod
+    def imagined(cls, layout: Layout, rank: int) -> Topology:
+        """The topology of a rank of a layout that is not running: groups without process groups, to count with."""
+        ranks_of = {axis: tuple(layout.group(rank, axis)) for axis in ("pp", "tp", "ep", "etp")}
+        return cls(layout, rank, {axis: Group(axis, r, r.index(rank)) for axis, r in ranks_of.items()})
+
+    @classmethod
     def create(cls, config: ParallelConfig, timeout_s: float) -> Topology:
         """Create the groups of this process.  Every rank of the world must call it.
 
