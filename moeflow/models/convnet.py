@@ -151,5 +151,5 @@ def _check(config: ConvNetConfig) -> None:
     for stage in config.moe_stages:
         if not 0 <= stage < len(config.widths):
             raise ConfigError(
-                f"model.moe_stages has {stage}: stages are numbered from 0 to {len(config.widths) - 1}, see model.widths"
+                f"model.moe_stages has {stage}: stages are numbered 0 to {len(config.widths) - 1}, see model.widths"
             )
