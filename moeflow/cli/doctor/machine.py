@@ -1,4 +1,4 @@
-"""The machine: Python, cores, memory, limits, GPUs.  `read_machine` reads them; the `check_*` functions judge values."""
+"""The machine: Python, cores, memory, limits, GPUs.  `read_machine` reads them, `check_*` judge the values."""
 
 from __future__ import annotations
 
