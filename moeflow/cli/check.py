@@ -12,11 +12,17 @@ from moeflow.config.plain import load
 from moeflow.config.rules import validate
 
 
-def main(argv: list[str]) -> int:
-    """Run `moeflow check`; returns the exit code."""
+def arguments() -> Arguments:
+    """Return the flags of `moeflow check`."""
     parser = Arguments("check")
     add_config_dir(parser)
     add_verbosity(parser)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run `moeflow check`; returns the exit code."""
+    parser = arguments()
     args = parser.read(argv)
     if args.help:
         print(parser.help_text())

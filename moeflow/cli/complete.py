@@ -81,7 +81,7 @@ def _after_verb(verb: str, words: list[str], current: str) -> Iterable[Candidate
         return [Candidate(shell) for shell in ("bash", "zsh", "fish")] if not words else []
     if verb in ("train", "check"):
         return _overrides(words, current, with_recipe=True)
-    if verb in ("resume", "eval"):
+    if VERBS[verb].usage.startswith("RUN_DIR"):
         positional = [word for word in words if not word.startswith("-")]
         return _overrides(positional, current, with_recipe=False) if positional else _run_dirs(current)
     return []

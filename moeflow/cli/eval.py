@@ -13,7 +13,7 @@ from typing import Any
 from moeflow import logging
 from moeflow.cli.arguments import Arguments, add_verbosity
 from moeflow.cli.resume import run_dir_first
-from moeflow.config.changes import Change, amend, differences, effect
+from moeflow.config.changes import Change, amend, differences
 from moeflow.config.plain import load, save
 from moeflow.config.problems import Problem, raise_any
 from moeflow.config.rules import validate
@@ -24,17 +24,27 @@ from moeflow.train import rundir
 
 logger = logging.get_logger(__name__)
 
-#: Keys that evaluation may override beside those that a resume may: where and on what it runs.
-_FREE_PREFIXES = ("data.", "parallel.", "launch.", "trainer.", "precision.", "ops.")
+#: Keys that may differ from the run's: where, on what and on which samples the checkpoint is evaluated.
+_FREE = (
+    *("data.root", "data.path", "data.source", "data.on_missing", "data.download", "data.num_workers"),
+    *("data.eval_", "data.batch_size", "data.channels_last", "parallel.", "launch.", "precision.", "ops."),
+    *("trainer.eval_", "trainer.compile", "gate.eval_capacity_factor"),
+)
 
 
-def main(argv: list[str]) -> int:
-    """Run `moeflow eval`; returns the exit code."""
+def arguments() -> Arguments:
+    """Return the flags of `moeflow eval`."""
     parser = Arguments("eval", words="words")
     parser.flag("--step", metavar="N", help="checkpoint to evaluate; the latest where left out")
     parser.flag("--json", action="store_true", help="print one JSON object")
     add_verbosity(parser)
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run `moeflow eval`; returns the exit code."""
+    parser = arguments()
     args = parser.read(argv)
     if args.help:
         print(parser.help_text())
@@ -56,12 +66,8 @@ def _step_number(text: str | None) -> int | None:
 
 def _amended(old: RunConfig, words: list[str]) -> RunConfig:
     config = amend(old, words)
-    raise_any([_refusal(change) for change in differences(old, config) if not _allowed(change)])
+    raise_any([_refusal(change) for change in differences(old, config) if not change.key.startswith(_FREE)])
     return config
-
-
-def _allowed(change: Change) -> bool:
-    return change.key.startswith(_FREE_PREFIXES) or effect(change.key) is not None
 
 
 def _refusal(change: Change) -> Problem:

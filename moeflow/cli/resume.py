@@ -19,13 +19,19 @@ from moeflow.train.rundir import RunDir
 logger = logging.get_logger(__name__)
 
 
-def main(argv: list[str]) -> int:
-    """Run `moeflow resume`; returns the exit code."""
+def arguments() -> Arguments:
+    """Return the flags of `moeflow resume`."""
     parser = Arguments("resume", words="words")
     parser.flag("--force", action="store_true", help="take changes of the model, the gate or the data too")
     parser.flag("--dry-run", action="store_true", help="say what would change, and stop")
     add_verbosity(parser)
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run `moeflow resume`; returns the exit code."""
+    parser = arguments()
     args = parser.read(argv)
     if args.help:
         print(f"{parser.help_text()}\n\n{_free_text()}")
@@ -65,6 +71,7 @@ def _prepare(run: RunDir, words: list[str], force: bool, launched: Launched | No
     from moeflow.cli.runs import shown, update
 
     config = _amended(run, words, launched)
+    raise_any(refused(differences(load(run.config), config), force))
     step = run.latest_step()
     if step is None:
         command = (

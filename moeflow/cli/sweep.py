@@ -142,7 +142,8 @@ def _values(override: Override, config_dirs: Sequence[Path], problems: list[Prob
     """Return one override word for each value of a sweep, the word itself where there is no sweep."""
     if not override.is_sweep_override():
         return [str(override.input_line)]
-    key, value = override.get_key_element(), override.value()
+    key = override.get_key_element()
+    value: Any = override.value()
     if isinstance(value, IntervalSweep):
         problems.append(Problem(f"'{override.input_line}': an interval has no list of values.", f"{key}=range(1,10,3)"))
         return []

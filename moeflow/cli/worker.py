@@ -1,4 +1,8 @@
-"""What each rank runs when moeflow starts the ranks itself: `python -m moeflow.cli.worker RUN_DIR [--resume]`."""
+"""What each rank runs when moeflow starts the ranks itself.
+
+python -m moeflow.cli.worker RUN_DIR [--resume]                            train
+python -m moeflow.cli.worker RUN_DIR --eval CONFIG [--step=N] [--json]     evaluate with a changed configuration
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,15 @@ from moeflow.train.launch import work
 
 
 def main(argv: list[str]) -> int:
-    """Train as one rank of the run in argv[0]; returns the exit code."""
+    """Train or evaluate as one rank of the run in argv[0]; returns the exit code."""
     run_dir, resume = argv[0], "--resume" in argv[1:]
     logging.setup()
     try:
+        if argv[1:2] == ["--eval"]:
+            from moeflow.cli.eval import evaluate_as_rank
+
+            steps = [int(word.partition("=")[2]) for word in argv if word.startswith("--step=")]
+            return evaluate_as_rank(load(argv[2]), Path(run_dir), next(iter(steps), None), "--json" in argv)
         return work(load(Path(run_dir) / "config.yaml"), run_dir, resume)
     except MoeflowError as error:
         report(error, Path(run_dir))

@@ -295,7 +295,7 @@ def _fresh_global_hydra() -> Iterator[None]:
 
 def _unknown_everywhere(values: Sequence[ValueOverride]) -> list[Problem]:
     known = all_key_names()
-    problems = []
+    problems: list[Problem] = []
     for value in values:
         inside = [key for key in known if key == value.key or key.startswith(f"{value.key}.")]
         if not inside:

@@ -82,7 +82,9 @@ def _field_info(field: dataclasses.Field, hint: Any) -> FieldInfo:
     kind, element = typing.get_origin(hint) or hint, None
     if kind in (list, dict):
         element = typing.get_args(hint)[-1]
-    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
     return FieldInfo(field.name, kind, element, optional, default, field.metadata)
 
 

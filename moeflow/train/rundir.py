@@ -19,6 +19,7 @@ import dataclasses
 import datetime
 import errno
 import fcntl
+import itertools
 import json
 import os
 import secrets
@@ -187,25 +188,15 @@ class RunDir:
 
     def replace_config(self, text: str) -> Path:
         """Write a new config.yaml, the old one kept as config.N.yaml with the next free number; return that path."""
-        for number in range(1, 1_000_000):
+        for number in itertools.count(1):
             kept = self.path / f"config.{number}.yaml"
             try:
-                os.link(self.config, kept)
+                _keep(self.config, kept)
                 break
             except FileExistsError:
                 continue
-            except OSError:
-                # A file system without hard links: an exclusive copy keeps the promise too.
-                with kept.open("xb") as stream:
-                    stream.write(self.config.read_bytes())
-                break
         write_atomic(self.config, text.encode())
         return kept
-
-    def add_command(self, command: str) -> None:
-        """Append a shell command, with its time, to command.txt."""
-        with self.command.open("a", encoding="utf-8") as stream:
-            stream.write(f"# {_now()}\n{command}\n")
 
 
 def create(config: RunConfig, dump: Callable[[RunConfig], str], files: Mapping[str, str] | None = None) -> RunDir:
@@ -301,6 +292,17 @@ def _claim(path: Path) -> Path:
         raise _unwritable(path, error) from error
     (path / STATUS).write_text("{}")
     return path
+
+
+def _keep(file: Path, copy: Path) -> None:
+    """Give a file a second name that must be new, or an exclusive copy where the file system has no hard links."""
+    try:
+        os.link(file, copy)
+    except FileExistsError:
+        raise
+    except OSError:
+        with copy.open("xb") as stream:
+            stream.write(file.read_bytes())
 
 
 def _taken(path: Path) -> ConfigError:

@@ -1,0 +1,131 @@
+"""`moeflow resume`: changes are checked, shown and kept; nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moeflow.config import load
+from moeflow.train import rundir
+
+
+@pytest.fixture
+def stopped(training, moeflow, tmp_path: Path) -> Path:
+    """A run that stopped at step 10."""
+    moeflow("train", "+recipe=cifar_moe", "trainer.stop_at=10")
+    return training.run_dir
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_plain(training, moeflow, stopped: Path) -> None:
+    before = contents(stopped)
+    code, _, err = moeflow("resume", str(stopped))
+    assert code == 0
+    assert "at step 10" in err
+    assert training.calls[1] == (load(stopped / "config.yaml"), stopped, True)
+    after = contents(stopped)
+    assert after["config.yaml"] == before["config.yaml"]
+    assert "config.1.yaml" not in after
+    assert after["command.txt"].startswith(before["command.txt"])
+    assert len(after["command.txt"].splitlines()) == 4
+
+
+def test_changes_are_shown_and_the_old_file_kept(training, moeflow, stopped: Path) -> None:
+    before = (stopped / "config.yaml").read_bytes()
+    code, _, err = moeflow("resume", str(stopped), "trainer.stop_at=null", "optim.lr=1e-5", "tracker=tensorboard")
+    assert code == 0
+    for line in ("trainer.stop_at: 10 -> null", "-> 1e-05", "tracker.names: [] -> [tensorboard]"):
+        assert line in err
+    config = training.calls[1][0]
+    assert (config.trainer.stop_at, config.optim.lr, config.tracker.names) == (None, 1e-5, ["tensorboard"])
+    assert (stopped / "config.1.yaml").read_bytes() == before
+    moeflow("resume", str(stopped), "optim.lr=2e-5")
+    assert load(stopped / "config.2.yaml").optim.lr == 1e-5
+    assert load(stopped / "config.yaml").optim.lr == 2e-5
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["model.num_experts=16"], ["model.num_experts: 8 -> 16", "--force"]),
+        (["gate=switch", "data.batch_size=64"], ["gate.name", "data.batch_size"]),
+        (["optim.lrr=1"], ["Did you mean 'optim.lr'?"]),
+        (["optim.lr=abc"], ["number"]),
+        (["trainer.max_steps=0"], ["at least 1"]),
+        (["launch.processes=3"], ["data.batch_size"]),
+        (["run.dir=/elsewhere", "--force"], ["keeps its run.dir"]),
+        (["+recipe=cifar_moe"], ["made from"]),
+    ],
+)
+def test_refusals_change_nothing(training, moeflow, stopped: Path, words: list[str], expected: list[str]) -> None:
+    before = contents(stopped)
+    code, out, err = moeflow("resume", str(stopped), *words)
+    assert (code, out) == (2, "")
+    for part in expected:
+        assert part in err
+    after = contents(stopped)
+    assert before == after
+    assert len(training.calls) == 1
+
+
+def test_force(training, moeflow, stopped: Path) -> None:
+    assert moeflow("resume", str(stopped), "model.num_experts=16", "--force")[0] == 0
+    assert training.calls[1][0].model.num_experts == 16
+
+
+def test_dry_run(training, moeflow, stopped: Path) -> None:
+    before = contents(stopped)
+    code, out, _ = moeflow("resume", str(stopped), "optim.lr=0.5", "--dry-run")
+    assert code == 0
+    assert "-> 0.5" in out
+    assert "step 10" in out
+    assert contents(stopped) == before
+
+
+def test_from_another_folder_and_after_a_move(training, moeflow, stopped: Path, tmp_path: Path, monkeypatch) -> None:
+    moved = tmp_path / "archive" / "old run"
+    moved.parent.mkdir()
+    stopped.rename(moved)
+    monkeypatch.chdir("/")
+    assert moeflow("resume", str(moved))[0] == 0
+    assert training.run_dir == moved
+    assert load(moved / "config.yaml").run.dir == str(moved)
+    assert load(moved / "config.1.yaml").run.dir == str(stopped)
+
+
+def test_no_checkpoint(training, moeflow) -> None:
+    training.saves = False
+    moeflow("train", "+recipe=cifar_moe")
+    code, _, err = moeflow("resume", str(training.run_dir))
+    assert code == 2
+    assert "no checkpoint" in err
+    assert "moeflow train +recipe=cifar_moe" in err
+    assert len(training.calls) == 1
+
+
+def test_a_run_in_use(training, moeflow, stopped: Path) -> None:
+    with rundir.open(stopped).lock():
+        code, _, err = moeflow("resume", str(stopped), "optim.lr=0.5")
+    assert code == 2
+    assert "in use" in err
+    assert not (stopped / "config.1.yaml").exists()
+
+
+def test_a_damaged_configuration(training, moeflow, stopped: Path) -> None:
+    (stopped / "config.yaml").write_text("gate: {name: naive")
+    code, _, err = moeflow("resume", str(stopped))
+    assert code == 2
+    assert "config.yaml, line" in err
+
+
+def test_as_a_rank(training, moeflow, stopped: Path, monkeypatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = moeflow("resume", str(stopped))
+    assert code == 0
+    assert "launch.processes: 1 -> 2" in err
+    assert load(stopped / "config.yaml").launch.processes == 2
