@@ -22,6 +22,11 @@ def alone(local_mean: Tensor) -> Tensor:
     return local_mean
 
 
+def _wide(values: Tensor) -> Tensor:
+    """At least fp32."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
 def choice_counts(ids_TK: Tensor, num_experts: int) -> Tensor:
     """Choices of each expert, float32 [E]; negative ids (given up, masked) are not counted.  No gradient."""
     ids_N = torch.where(ids_TK < 0, num_experts, ids_TK).reshape(-1)
@@ -49,15 +54,15 @@ def load_balance(
         share_E: f of more than this micro-batch, already of all ranks; None takes it of `ids_TK`.
 
     Returns:
-        float32 0-dim.
+        0-dim, float32 (or float64 for such probabilities).
     """
     num_experts, top_k = probs_TE.shape[1], max(ids_TK.shape[1], 1)
     count = max(probs_TE.shape[0], 1) if num_tokens is None else num_tokens
-    prob_E = probs_TE.float().sum(0) / count
+    prob_E = _wide(probs_TE).sum(0) / count
     if share_E is not None:
-        return num_experts * torch.dot(share_E, batch_mean(prob_E))
+        return num_experts * torch.dot(share_E.to(prob_E.dtype), batch_mean(prob_E))
     # One collective for both.
-    both_2E = batch_mean(torch.cat([choice_counts(ids_TK, num_experts) / (count * top_k), prob_E]))
+    both_2E = batch_mean(torch.cat([choice_counts(ids_TK, num_experts).to(prob_E.dtype) / (count * top_k), prob_E]))
     return num_experts * torch.dot(both_2E[:num_experts], both_2E[num_experts:])
 
 
@@ -83,13 +88,13 @@ def sequence_load_balance(
     num_experts, top_k = probs_TE.shape[1], ids_TK.shape[1]
     ids_BN = torch.where(ids_TK < 0, num_experts, ids_TK).reshape(-1, sequence_length * top_k)
     num_sequences = ids_BN.shape[0]
-    counts = torch.zeros(num_sequences, num_experts + 1, dtype=torch.float32, device=ids_TK.device)
-    counts_BE = counts.scatter_add(1, ids_BN, torch.ones_like(ids_BN, dtype=torch.float32))[:, :num_experts]
-    prob_BE = probs_TE.float().view(num_sequences, sequence_length, num_experts).sum(1)
+    prob_BE = _wide(probs_TE).view(num_sequences, sequence_length, num_experts).sum(1)
+    counts = prob_BE.new_zeros(num_sequences, num_experts + 1)
+    counts_BE = counts.scatter_add(1, ids_BN, torch.ones_like(ids_BN, dtype=counts.dtype))[:, :num_experts]
     if valid_T is None:
         tokens_B1 = torch.full_like(counts_BE[:, :1], sequence_length)
     else:
-        tokens_B1 = valid_T.view(num_sequences, sequence_length).sum(1, keepdim=True).float()
+        tokens_B1 = valid_T.view(num_sequences, sequence_length).sum(1, keepdim=True).to(prob_BE.dtype)
     sums = sequence_mean(torch.cat([counts_BE, prob_BE, tokens_B1], dim=1))
     tokens_B = sums[:, -1].detach().clamp(min=1)
     product_B = (sums[:, :num_experts] * sums[:, num_experts:-1]).sum(1)
@@ -98,7 +103,7 @@ def sequence_load_balance(
 
 def z_loss(logits_TE: Tensor, valid_T: Tensor | None = None) -> Tensor:
     """mean_t logsumexp(logits_t)^2 over the valid tokens (ST-MoE, arXiv:2202.08906, equation 5)."""
-    square_T = torch.logsumexp(logits_TE.float(), dim=1).square()
+    square_T = torch.logsumexp(_wide(logits_TE), dim=1).square()
     if valid_T is None:
         return square_T.sum() / max(logits_TE.shape[0], 1)
     return torch.where(valid_T, square_T, 0).sum() / valid_T.sum().clamp(min=1)
@@ -111,7 +116,7 @@ def squared_variation(values_E: Tensor) -> Tensor:
     """
     if values_E.numel() < 2:
         return values_E.new_zeros(())
-    return values_E.float().var() / (values_E.float().mean().square() + 1e-10)
+    return _wide(values_E).var() / (_wide(values_E).mean().square() + 1e-10)
 
 
 def entropy(probs_TE: Tensor, valid_T: Tensor | None = None) -> Tensor:
