@@ -79,7 +79,7 @@ def _after_verb(verb: str, words: list[str], current: str) -> Iterable[Candidate
         return _flags(verb)
     if verb == "completion":
         return [Candidate(shell) for shell in ("bash", "zsh", "fish")] if not words else []
-    if verb in ("train", "check"):
+    if VERBS[verb].usage.startswith("[+recipe=NAME]"):
         return _overrides(words, current, with_recipe=True)
     if VERBS[verb].usage.startswith("RUN_DIR"):
         positional = [word for word in words if not word.startswith("-")]
