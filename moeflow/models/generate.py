@@ -139,11 +139,12 @@ def _inference(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and dropless gates, for a while: a sequence's text must not depend on its neighbors."""
     was_training = model.training
     gates = [module.gate for module in model.modules() if isinstance(module, MoELayer)]
+    unlimited = {"capacity_factor": None, "eval_capacity_factor": None, "pad_to_capacity": False}
     configs = [gate.config for gate in gates]
     model.eval()
     try:
         for gate in gates:
-            gate.config = dataclasses.replace(gate.config, capacity_factor=None, eval_capacity_factor=None)
+            gate.config = dataclasses.replace(gate.config, **unlimited)
         yield
     finally:
         for gate, config in zip(gates, configs, strict=True):

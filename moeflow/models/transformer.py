@@ -29,6 +29,8 @@ from moeflow.schema.gate import GateConfig
 from moeflow.schema.model import GPTConfig
 
 _HIDDEN_MULTIPLE = 16
+# Gates that look at all tokens of a sequence, or of the batch, in evaluation too.
+_NOT_CAUSAL = ("expert_choice", "soft")
 
 
 def hidden_width(config: GPTConfig) -> int:
@@ -86,10 +88,16 @@ class Block(nn.Module):
         rotary: Rotary,
         cache: KeyValueCache | None = None,
         layer: str = "",
+        tokens_BS: Tensor | None = None,
     ) -> Tensor:
-        """Map [B, S, D] to [B, S, D]; the arguments are those of `Attention`."""
+        """Map [B, S, D] to [B, S, D]; arguments are those of `Attention`, and the tokens where they are known."""
         x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), rotary, cache, layer))
-        return x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        y_BSD = self.mlp_norm(x_BSD)
+        if isinstance(self.mlp, MoELayer) and self.mlp.gate.config.name == "hash":
+            y_BSD = self.mlp(y_BSD, token_ids=_known(tokens_BS, y_BSD))
+        else:
+            y_BSD = self.mlp(y_BSD)
+        return x_BSD + self.dropout(y_BSD)
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig, gate: GateConfig):
         super().__init__()
-        _check(config)
+        _check(config, gate)
         assert config.vocab_size is not None
         self.config = config
         self.task = LanguageModelTask()
@@ -170,15 +178,18 @@ class GPT(nn.Module):
             layers: names of consecutive blocks.
             cache: as in `forward`.
         """
-        x_BSD = inputs
+        x_BSD, tokens_BS = inputs, None
         if layers[0] == "0":
             assert self.embed is not None
-            x_BSD = self.dropout(self.embed(inputs))
+            x_BSD, tokens_BS = self.dropout(self.embed(inputs)), inputs
         rotary = Rotary(0 if cache is None else cache.length, self.config.rope_theta)
         recompute = self.config.activation_checkpointing and self.training and torch.is_grad_enabled()
         for layer in layers:
             block = self.blocks[layer]
-            x_BSD = _recomputed(block, x_BSD, rotary) if recompute else block(x_BSD, rotary, cache, layer)
+            if recompute:
+                x_BSD = _recomputed(block, x_BSD, rotary, tokens_BS)
+            else:
+                x_BSD = block(x_BSD, rotary, cache, layer, tokens_BS)
         if cache is not None:
             cache.advance(inputs.shape[1])
         if layers[-1] != str(self.config.num_layers - 1):
@@ -221,7 +232,17 @@ def is_moe_layer(config: GPTConfig, layer: int) -> bool:
     return config.num_experts > 0 and layer % config.moe_every == config.moe_offset
 
 
-def _recomputed(block: nn.Module, x_BSD: Tensor, rotary: Rotary) -> Tensor:
+def _known(tokens_BS: Tensor | None, x_BSD: Tensor) -> Tensor:
+    """The tokens, which the hash gate routes by; positions in their stead would depend on the layout."""
+    if tokens_BS is None or tokens_BS.shape != x_BSD.shape[:-1]:
+        raise ConfigError(
+            "gate=hash: the tokens are not known to every rank of this layout",
+            "parallel.pp=1 parallel.sequence_parallel=false, or another gate",
+        )
+    return tokens_BS
+
+
+def _recomputed(block: nn.Module, x_BSD: Tensor, rotary: Rotary, tokens_BS: Tensor | None) -> Tensor:
     """Run a block whose activations are computed again in the backward pass instead of being kept.
 
     The auxiliary losses count once: the backward pass runs over the graph of the first forward pass alone.
@@ -231,7 +252,7 @@ def _recomputed(block: nn.Module, x_BSD: Tensor, rotary: Rotary) -> Tensor:
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _statistics_untouched(layers)
 
-    return checkpoint(block, x_BSD, rotary, use_reentrant=False, context_fn=contexts)
+    return checkpoint(block, x_BSD, rotary, None, "", tokens_BS, use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager
@@ -245,7 +266,12 @@ def _statistics_untouched(layers: list[MoELayer]) -> Iterator[None]:
             layer.last_stats = stats
 
 
-def _check(config: GPTConfig) -> None:
+def _check(config: GPTConfig, gate: GateConfig) -> None:
+    if config.num_experts > 0 and gate.name in _NOT_CAUSAL:
+        raise ConfigError(
+            f"gate={gate.name}: what a token gets depends on later tokens, which a language model has to predict",
+            "gate=naive, or any other but " + " and ".join(_NOT_CAUSAL),
+        )
     if config.vocab_size is None:
         raise ConfigError(
             "model.vocab_size=null: the data have no vocabulary to take it from", "data=text, or model.vocab_size=256"

@@ -8,7 +8,7 @@ import torch
 
 from moeflow.models.init import initialize
 from moeflow.models.transformer import GPT
-from moeflow.schema import GPTConfig, NaiveGateConfig
+from moeflow.schema import GATES, GPTConfig
 
 VOCAB = 37
 
@@ -16,7 +16,8 @@ VOCAB = 37
 def on_meta(config: GPTConfig, gate: dict[str, Any] | None = None) -> GPT:
     """Build a model without values, as a run does."""
     with torch.device("meta"):
-        return GPT(config, NaiveGateConfig(**{"load_balance_scope": "sequence", **(gate or {})}))
+        options = {"name": "naive", "load_balance_scope": "sequence", **(gate or {})}
+        return GPT(config, GATES[options["name"]](**options))
 
 
 def with_values(model: GPT, seed: int = 0) -> GPT:

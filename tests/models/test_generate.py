@@ -6,6 +6,7 @@ from torch import Tensor
 
 from moeflow.errors import ConfigError
 from moeflow.models.generate import continue_text, generate
+from moeflow.schema import GATES
 from tests.models.gpts import VOCAB, gpt, tokens
 
 
@@ -42,6 +43,20 @@ def without_cache(model, out: Tensor, max_new: int) -> Tensor:
     for _ in range(max_new):
         out = torch.cat([out, model(out)[:, -1:].argmax(-1)], dim=1)
     return out
+
+
+@pytest.mark.parametrize("name", [n for n in GATES if n not in ("expert_choice", "soft")])
+def test_every_gate_generates_as_it_evaluates(name):
+    """Text by one token at a time is what a forward pass over the whole text gives, dropless."""
+    scope = {} if name in ("hash", "zero") else {"capacity_factor": None, "eval_capacity_factor": None}
+    model = sharp(gate={"name": name, "load_balance_scope": "batch", **scope})
+    out = generate(model, tokens(2, 5), max_new=12, temperature=0)
+    assert torch.equal(out, without_cache(model, tokens(2, 5), 12))
+
+
+def test_padding_to_capacity_does_not_matter():
+    plain, padded = sharp(), sharp(gate={"capacity_factor": 1.0, "pad_to_capacity": True})
+    assert torch.equal(*(generate(model, tokens(2, 5), 12, temperature=0) for model in (plain, padded)))
 
 
 @pytest.mark.parametrize(

@@ -296,6 +296,27 @@ def test_impossible_options(options, key):
     assert caught.value.mend
 
 
+@pytest.mark.parametrize("name", ["expert_choice", "soft"])
+def test_gates_that_look_ahead_are_refused(name):
+    with pytest.raises(ConfigError, match=f"gate={name}"):
+        gpt({"name": name, "load_balance_scope": "batch"})
+    gpt({"name": name, "load_balance_scope": "batch"}, num_experts=0)
+
+
+def test_the_hash_gate_routes_by_tokens():
+    model = gpt({"name": "hash"}).eval()
+    routed = []
+    model.blocks["1"].mlp.gate.register_forward_hook(lambda _m, _args, out: routed.append(out.ids_TK))
+    inputs = tokens(2, 20)
+    model(inputs)
+    by_token = {}
+    for token, ids in zip(inputs.flatten().tolist(), routed[0].tolist(), strict=True):
+        assert by_token.setdefault(token, ids) == ids
+    assert {ids[0] for ids in by_token.values()} == {0, 1, 2, 3}
+    with pytest.raises(ConfigError, match="gate=hash"):
+        model.run(torch.randn(2, 20, 32), ["1"])  # a later pipeline stage
+
+
 # --- against Hugging Face --------------------------------------------------------------------------------------------
 
 
