@@ -34,10 +34,10 @@ class SoftOutput:
     def rows(self, x_TD: Tensor) -> Tensor:
         """The experts' inputs, ordered by expert, the same number for each: [R, D]."""
         num_sequences, length, _ = self.dispatch_BSM.shape
-        x_BSD = x_TD.view(num_sequences, length, -1)
+        x_BSD = x_TD.view(num_sequences, length, x_TD.shape[1])
         slots_BMD = self.dispatch_BSM.to(x_TD.dtype).transpose(1, 2) @ x_BSD
-        slots_BEPD = slots_BMD.unflatten(1, (self.num_experts, -1))
-        return slots_BEPD.transpose(0, 1).reshape(-1, x_TD.shape[1])
+        slots_BEPD = slots_BMD.unflatten(1, (self.num_experts, slots_BMD.shape[1] // self.num_experts))
+        return slots_BEPD.transpose(0, 1).flatten(0, 2)
 
     def merge(self, rows_RO: Tensor) -> Tensor:
         """The tokens' outputs: [T, O]."""
@@ -45,7 +45,7 @@ class SoftOutput:
         width = rows_RO.shape[1]
         rows_EBPO = rows_RO.view(self.num_experts, num_sequences, num_slots // self.num_experts, width)
         slots_BMO = rows_EBPO.transpose(0, 1).reshape(num_sequences, num_slots, width)
-        return (self.combine_BSM.to(rows_RO.dtype) @ slots_BMO).reshape(-1, width)
+        return (self.combine_BSM.to(rows_RO.dtype) @ slots_BMO).flatten(0, 1)
 
 
 class SoftGate(Gate):
