@@ -1,0 +1,223 @@
+"""What a run shows: a banner, one live line on a terminal or plain lines elsewhere, and the next useful command.
+
+device     cpu, 2 threads
+layout     world 2 = dp 2, ep 2
+step   120/1000  loss 1.2345  acc 45.1%  lr 9.9e-04  1,234 samples/s  eta 12:34
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from moeflow.logging import ROOT, get_logger
+
+logger = get_logger(__name__)
+REFRESH_S = 0.1
+
+#: Keys that the line shows, in this order; `verbose` shows every number.
+SHOWN = ("loss", "accuracy", "perplexity", "lr", "samples_per_s", "tokens_per_s")
+_RATES = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s"}
+
+
+class Progress:
+    """Speaks on rank 0; silent on all others.
+
+    Args:
+        total_steps: last step of the run.
+        start_step: steps done before, in a resumed run.
+        verbosity: -1 nothing but the end, 0 the usual, 1 all metrics, and a line of its own for every logged row.
+        rank: of this process.
+        stream: standard output by default.
+        clock: seconds; for tests.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        start_step: int = 0,
+        verbosity: int = 0,
+        rank: int = 0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.total_steps, self.verbosity = total_steps, verbosity
+        self._stream = stream or sys.stdout
+        self._clock = clock
+        self._speaks = rank == 0
+        self._terminal = self._stream.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
+        self._console = _Console(file=self._stream, force_terminal=self._terminal, highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+        self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
+        self._row: Mapping[str, Any] = {}
+        self._pace = _Pace(start_step)
+        self._refreshed = float("-inf")
+
+    def banner(self, lines: Sequence[tuple[str, str]]) -> None:
+        """Print (label, text) pairs, aligned."""
+        if self.verbosity >= 0:
+            self._pairs(lines)
+
+    def update(self, step: int, row: Mapping[str, Any] | None = None) -> None:
+        """Tell that `step` is done.
+
+        Args:
+            step: optimizer steps done.
+            row: metrics of the step, on steps that are logged: the line goes on showing the last ones.
+        """
+        self._pace.mark(step, self._clock())
+        if row is not None:
+            self._row = row
+        if not self._speaks or self.verbosity < 0:
+            return
+        if row is not None and (self.verbosity > 0 or not self._terminal):
+            self._say(self._line(step))
+        if self._terminal and (self._clock() - self._refreshed >= REFRESH_S or step >= self.total_steps):
+            self._refreshed = self._clock()
+            with self._guard():
+                self._started().update(Text(self._line(step), no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def event(self, text: str) -> None:
+        """Print a line that stays, such as an evaluation or a checkpoint."""
+        if self.verbosity >= 0:
+            self._say(text)
+
+    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Print the metrics of an evaluation ("eval/..." keys) as a line that stays."""
+        text = format_metrics(metrics, all_keys=True).replace("eval/", "")
+        self.event(f"eval {step:>{self._width}}/{self.total_steps}  {text}")
+
+    def finish(self, lines: Sequence[tuple[str, str]] = ()) -> None:
+        """End the live line and print (label, text) pairs: the result, and the next useful command."""
+        self.close()
+        self._pairs(lines)
+
+    def close(self) -> None:
+        """Give the terminal back; call it in `finally`.  May be called again."""
+        if self._live is not None:
+            with self._guard():
+                self._live.stop()
+            self._live = None
+        for handler, stream in self._handlers:
+            handler.setStream(stream)
+        self._handlers = []
+
+    @property
+    def _width(self) -> int:
+        return len(str(self.total_steps))
+
+    def _line(self, step: int) -> str:
+        remaining = self._pace.remaining_s(self.total_steps)
+        eta = "" if remaining is None else f"  eta {format_duration(remaining)}"
+        metrics = format_metrics(self._row, all_keys=self.verbosity > 0)
+        return f"step {step:>{self._width}}/{self.total_steps}  {metrics}{eta}"
+
+    def _pairs(self, lines: Sequence[tuple[str, str]]) -> None:
+        width = max((len(label) for label, _ in lines), default=0) + 2
+        columns = shutil.get_terminal_size().columns if self._terminal else 10_000
+        for label, text in lines:
+            wrapped = textwrap.wrap(text, max(20, columns - width), break_on_hyphens=False, break_long_words=False)
+            for number, part in enumerate(wrapped or [""]):
+                self._say(Text.assemble((f"{label if number == 0 else '':<{width}}", "bold"), part))
+
+    def _say(self, text: str | Text) -> None:
+        if self._speaks:
+            with self._guard():
+                # Through the console of the live line, which makes room above itself.
+                self._console.print(text, markup=False)
+
+    def _started(self) -> Live:
+        if self._live is None:
+            shares_terminal = sys.stderr.isatty()
+            self._live = Live(console=self._console, auto_refresh=False, redirect_stderr=shares_terminal)
+            self._live.start()
+            if shares_terminal:
+                self._adopt_log()
+        return self._live
+
+    def _adopt_log(self) -> None:
+        """Let log messages make room above the live line too: their handlers hold the old sys.stderr."""
+        for handler in logging.getLogger(ROOT).handlers:
+            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+                self._handlers.append((handler, handler.setStream(sys.stderr)))
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        """A reader that went away (`| head`, a closed terminal) ends the show, not the run."""
+        try:
+            yield
+        except OSError as exc:
+            self._speaks = False
+            logger.warning("standard output is gone (%s): no more progress lines, training goes on", exc.strerror)
+            with contextlib.suppress(OSError, ValueError):
+                # Or the interpreter's last flush of what is left in the buffer would fail once more.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))  # rich itself would end the process
+
+
+class _Pace:
+    """Mean time of a step since the first one, evaluations and checkpoints included, as they will come again."""
+
+    def __init__(self, start_step: int):
+        self._first: tuple[int, float] | None = None
+        self._last = (start_step, 0.0)
+
+    def mark(self, step: int, now: float) -> None:
+        # From the end of the first step: it holds the warm-up.
+        self._first = self._first or (step, now)
+        self._last = (step, now)
+
+    def remaining_s(self, total_steps: int) -> float | None:
+        if self._first is None or self._last[0] <= self._first[0]:
+            return None
+        per_step = (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
+        return max(0, total_steps - self._last[0]) * per_step
+
+
+def format_metrics(row: Mapping[str, Any], *, all_keys: bool = False) -> str:
+    """Return "loss 1.2345  acc 45.1%  ..." of a row: the keys of `SHOWN`, then all others if asked."""
+    keys = [key for key in SHOWN if key in row]
+    if all_keys:
+        keys += [key for key in row if key not in SHOWN and key != "step"]
+    return "  ".join(_format(key, row[key]) for key in keys if isinstance(row[key], (int, float)))
+
+
+def _format(key: str, value: float) -> str:
+    if key in _RATES:
+        return f"{value:,.0f} {_RATES[key]}" if value >= 100 else f"{value:.3g} {_RATES[key]}"
+    if key == "accuracy":
+        return f"acc {100 * value:.1f}%"
+    if key.endswith("/accuracy"):
+        return f"{key} {100 * value:.2f}%"
+    if key == "lr":
+        return f"lr {value:.1e}"
+    if isinstance(value, int):
+        return f"{key} {value}"
+    return f"{key} {value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{key} {value:.3e}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return "0:42", "12:34", "3:05:00" or "2d 03:00:00"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours:02}:{minutes:02}:{rest:02}"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
