@@ -33,10 +33,12 @@ def composed(command: str) -> list[str] | None:
     verb, *words = shlex.split(command)[1:]
     if verb not in ("train", "check") or not words or "..." in command or not any("recipe=" in word for word in words):
         return None
-    # A page may stand for a file or folder by a word in capitals, and a sweep lists choices.
+    # A page may stand for a file or folder by a word in capitals, name the reader's own folder, or sweep over choices.
+    if "glob(" in command or "-cd" in words or "--config-dir" in words:
+        return None
     if any(re.search(r"=([A-Z_]+)(\.\w+)?$|^[A-Z_.]+$", word) for word in words):
         return None
-    return [word.split(",")[0] for word in words if "=" in word and not word.startswith("--")]
+    return [word.split(",")[0] for word in words if "=" in word and "range(" not in word]
 
 
 PAIRS = [(page.name, command) for page in PAGES for command in commands(page)]
