@@ -76,7 +76,8 @@ def test_nothing_names_one_machine_or_an_unfinished_place():
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
-    private = re.compile("/" + r"work/|/root/|TO" + r"DO|FIX" + r"ME|\bXX" + "X")
+    words = ["/wor k/", "/roo t/", "TO DO", "FIX ME", "XX X"]  # apart here, so that this file does not name them itself
+    private = re.compile("|".join(word.replace(" ", "") for word in words))
     found = []
     for name in filter(None, listed.stdout.split("\0")):
         path = ROOT / name
