@@ -90,9 +90,14 @@ def _prepare(run: RunDir, words: list[str], force: bool, launched: Launched | No
 
 
 def _amended(run: RunDir, words: list[str], launched: Launched | None) -> RunConfig:
-    config = amend(load(run.config), words)
+    old = load(run.config)
+    config = amend(old, words)
     if launched is not None:
         config.launch.processes = launched.world
+    stop_at, step = config.trainer.stop_at, run.latest_step()
+    if stop_at is not None and stop_at == old.trainer.stop_at and step is not None and step >= stop_at:
+        # The stop was for the part that is done; to stop there again would do nothing.
+        config.trainer.stop_at = None
     validate(config)
     return config
 

@@ -22,12 +22,14 @@ class FakeTraining:
         self.calls: list[tuple[RunConfig, Path, bool]] = []
         self.result: int | BaseException = 0
         self.saves = True
+        self.steps: int | None = None  # of the checkpoint that is left; the last step of the run where None
         self.summary: dict[str, Any] = {"status": "finished", "eval/accuracy": 0.5}
 
     def launch(self, config: RunConfig, run_dir: str, resume: bool = False) -> int:
         self.calls.append((config, Path(run_dir), resume))
         if self.saves:
-            step = Path(run_dir) / "checkpoints" / f"step_{config.trainer.stop_at or config.trainer.max_steps:08d}"
+            last = self.steps or config.trainer.stop_at or config.trainer.max_steps
+            step = Path(run_dir) / "checkpoints" / f"step_{last:08d}"
             step.mkdir(parents=True, exist_ok=True)
             (step / "manifest.json").write_text("{}")
         if isinstance(self.result, BaseException):

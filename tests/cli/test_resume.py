@@ -12,8 +12,9 @@ from moeflow.train import rundir
 
 @pytest.fixture
 def stopped(training, moeflow, tmp_path: Path) -> Path:
-    """A run that stopped at step 10."""
-    moeflow("train", "+recipe=cifar_moe", "trainer.stop_at=10")
+    """A run of which the checkpoint of step 10 is the latest."""
+    training.steps = 10
+    moeflow("train", "+recipe=cifar_moe")
     return training.run_dir
 
 
@@ -36,12 +37,12 @@ def test_plain(training, moeflow, stopped: Path) -> None:
 
 def test_changes_are_shown_and_the_old_file_kept(training, moeflow, stopped: Path) -> None:
     before = (stopped / "config.yaml").read_bytes()
-    code, _, err = moeflow("resume", str(stopped), "trainer.stop_at=null", "optim.lr=1e-5", "tracker=tensorboard")
+    code, _, err = moeflow("resume", str(stopped), "trainer.max_steps=77", "optim.lr=1e-5", "tracker=tensorboard")
     assert code == 0
-    for line in ("trainer.stop_at: 10 -> null", "-> 1e-05", "tracker.names: [] -> [tensorboard]"):
+    for line in ("trainer.max_steps: ", " -> 77", "-> 1e-05", "tracker.names: [] -> [tensorboard]"):
         assert line in err
     config = training.calls[1][0]
-    assert (config.trainer.stop_at, config.optim.lr, config.tracker.names) == (None, 1e-5, ["tensorboard"])
+    assert (config.trainer.max_steps, config.optim.lr, config.tracker.names) == (77, 1e-5, ["tensorboard"])
     assert (stopped / "config.1.yaml").read_bytes() == before
     moeflow("resume", str(stopped), "optim.lr=2e-5")
     assert load(stopped / "config.2.yaml").optim.lr == 1e-5
@@ -84,6 +85,19 @@ def test_dry_run(training, moeflow, stopped: Path) -> None:
     assert "-> 0.5" in out
     assert "step 10" in out
     assert contents(stopped) == before
+
+
+def test_a_stop_that_was_reached_does_not_stop_again(training, moeflow) -> None:
+    moeflow("train", "+recipe=cifar_moe", "trainer.stop_at=10")
+    run = str(training.run_dir)
+    training.steps = 10
+    assert "trainer.stop_at: 10 -> null" in moeflow("resume", run)[2]
+    assert training.calls[-1][0].trainer.stop_at is None
+    moeflow("resume", run, "trainer.stop_at=20")
+    assert training.calls[-1][0].trainer.stop_at == 20
+    # That one was not reached: it still stands.
+    moeflow("resume", run)
+    assert training.calls[-1][0].trainer.stop_at == 20
 
 
 def test_from_another_folder_and_after_a_move(training, moeflow, stopped: Path, tmp_path: Path, monkeypatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from moeflow.config import compose, load, validate
+from moeflow.config import amend, compose, load, validate
 from moeflow.config.build import to_dict
 from moeflow.config.keys import all_key_names
 from moeflow.config.options import group_names, options
@@ -113,6 +113,16 @@ def test_command_lines(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for _ in range(10):
         survives(compose, ["+recipe=cifar_moe", *words(rng)])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("seed", range(100, 105))
+def test_overrides_of_a_frozen_configuration(seed: int) -> None:
+    rng = random.Random(seed)
+    frozen = compose(["+recipe=cifar_moe"])
+    before = repr(frozen)
+    for _ in range(15):
+        survives(lambda: validate(amend(frozen, words(rng))))
+    assert repr(frozen) == before
 
 
 def mutate_tree(tree: dict[str, Any], rng: random.Random) -> dict[str, Any]:
