@@ -1,4 +1,8 @@
-"""Text from a checkpoint of a run: what `moeflow generate` does."""
+"""Text from a run of a language model.
+
+sample_at_end(session)             a sample of the model that was just trained
+continue_run(config, run_dir, ..)  text from a checkpoint: what `moeflow generate` does
+"""
 
 from __future__ import annotations
 
@@ -35,6 +39,20 @@ class Request:
     top_k: int | None = None
     seed: int = 0
     step: int | None = None
+
+
+def sample_at_end(session: Session) -> str | None:
+    """Let the trained model continue the first words of the held-out text; every rank must call it.
+
+    Returns:
+        The same text on every rank; None for a model that writes none, and where the layout cuts the model itself
+        (`moeflow generate` then loads it into one process).
+    """
+    task = session.model.task
+    if not isinstance(task, LanguageModelTask) or session.topology["pp"].size * session.topology["tp"].size > 1:
+        return None
+    text: Any = session.data  # a language model's data are text
+    return task.samples(session.model, text)
 
 
 def continue_run(config: RunConfig, run_dir: str | Path, request: Request) -> str:
