@@ -52,7 +52,9 @@ NAMES = (*_POINTWISE, *_GATED)
 def check(name: str) -> str:
     """Return `name`, or raise ConfigError when there is no such activation."""
     if name not in NAMES:
-        raise ConfigError(f"activation={name!r}: no such activation; valid: {', '.join(NAMES)}.{did_you_mean(name, NAMES)}")
+        raise ConfigError(
+            f"activation={name!r}: no such activation; valid: {', '.join(NAMES)}.{did_you_mean(name, NAMES)}"
+        )
     return name
 
 
@@ -90,5 +92,3 @@ def backward(name: str, grad_RF: Tensor, pre: Tensor) -> Tensor:
     grad_pre[:, 0] = derivative(grad_RF * up_RF, gate_RF)
     torch.mul(grad_RF, function(gate_RF), out=grad_pre[:, 1])
     return grad_pre
-
-

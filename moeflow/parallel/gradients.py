@@ -70,7 +70,9 @@ class Gradients:
         squares = torch.zeros((), dtype=torch.float64, device=self.parameters[0][0].device)
         # Fixed order of the kinds on all ranks: each takes part in the sums of its axes even without such parameters.
         for axes in ((), ("tp",), ("ep",), ("etp",), ("ep", "etp")):
-            local = _sum_of_squares([p.grad for p, s in self.parameters if s.counted and tuple(s.shards) == axes], squares)
+            local = _sum_of_squares(
+                [p.grad for p, s in self.parameters if s.counted and tuple(s.shards) == axes], squares
+            )
             for axis in axes:
                 local = collectives.all_reduce(local, self.topology[axis])
             squares = squares + local

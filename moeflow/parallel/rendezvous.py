@@ -37,7 +37,9 @@ def agree(launched: Launched, decide: Callable[[], str], timeout_s: float = 300.
     try:
         store, _, _ = next(iter(dist.rendezvous("env://", launched.rank, launched.world, timeout=timeout)))
     except (RuntimeError, ValueError) as error:
-        raise LaunchError(f"rank {launched.rank} does not reach rank 0: {error}", "check MASTER_ADDR and MASTER_PORT") from error
+        raise LaunchError(
+            f"rank {launched.rank} does not reach rank 0: {error}", "check MASTER_ADDR and MASTER_PORT"
+        ) from error
     if launched.rank == 0:
         try:
             reply: str | MoeflowError = decide()
@@ -48,7 +50,9 @@ def agree(launched: Launched, decide: Callable[[], str], timeout_s: float = 300.
         try:
             store.wait([_KEY], timeout)
         except RuntimeError as error:
-            raise LaunchError(f"rank 0 did not say where the run is within {timeout_s:.0f} s", "see its output") from error
+            raise LaunchError(
+                f"rank 0 did not say where the run is within {timeout_s:.0f} s", "see its output"
+            ) from error
         reply = pickle.loads(store.get(_KEY))
     # The last one to read lets rank 0 go on, which may otherwise end, and the store with it.
     store.add(_KEY + "/read", 1)
@@ -63,5 +67,7 @@ def _wait_for_readers(store: dist.Store, world: int, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while store.add(_KEY + "/read", 0) < world:
         if time.monotonic() > deadline:
-            raise LaunchError(f"not all of {world} ranks came to read the run folder within {timeout_s:.0f} s", "see their output")
+            raise LaunchError(
+                f"not all of {world} ranks came to read the run folder within {timeout_s:.0f} s", "see their output"
+            )
         time.sleep(0.01)

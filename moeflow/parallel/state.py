@@ -43,9 +43,7 @@ class Placements:
         placements: list[Placement] = [Shard(sharding.shards[a]) if a in sharding.shards else Replicate() for a in axes]
         shape = self.full_shapes[parameter_name]
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            tensor, self._mesh(axes), placements, run_check=False, shape=shape, stride=stride
-        )
+        return DTensor.from_local(tensor, self._mesh(axes), placements, run_check=False, shape=shape, stride=stride)
 
     def _axes(self, sharding: ParameterSharding) -> tuple[str, ...]:
         """Axes of the stage's grid that have more than one rank."""

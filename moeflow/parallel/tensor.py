@@ -37,7 +37,9 @@ def cut_plan(model: nn.Module, tp: Group) -> dict[str, dict[str, int]]:
             continue
         for key, count in region.divides.items():
             if count % tp.size:
-                raise ConfigError(f"parallel.tp={tp.size} does not divide {key}={count}", f"parallel.tp=1, or another {key}")
+                raise ConfigError(
+                    f"parallel.tp={tp.size} does not divide {key}={count}", f"parallel.tp=1, or another {key}"
+                )
         plan.update({f"{region.module}.{name}": {"weight": 0, "bias": 0} for name in region.columns})
         plan.update({f"{region.module}.{name}": {"weight": 1} for name in region.rows})
     return plan

@@ -29,4 +29,6 @@ class ScheduleConfig:
     name: str = option("cosine", "shape after warm-up", choices=("constant", "linear", "cosine"))
     warmup_steps: int = option(0, "steps of linear warm-up", minimum=0)
     min_ratio: float = option(0.0, "last learning rate over the peak one", minimum=0.0, maximum=1.0)
-    total_steps: Optional[int] = option(None, "step at which the last rate is reached; null takes trainer.max_steps", minimum=1)
+    total_steps: Optional[int] = option(
+        None, "step at which the last rate is reached; null takes trainer.max_steps", minimum=1
+    )

@@ -19,7 +19,9 @@ class ParallelConfig:
     sequence_parallel: bool = option(False, "cut activations between tensor-parallel regions along the sequence")
     pp_schedule: str = option("1f1b", "order of the micro-batches", choices=("gpipe", "1f1b", "interleaved"))
     pp_microbatches: Optional[int] = option(
-        None, "pipeline micro-batches that each of the trainer.grad_accum micro-batches is cut into; null takes pp", minimum=1
+        None,
+        "pipeline micro-batches that each of the trainer.grad_accum micro-batches is cut into; null takes pp",
+        minimum=1,
     )
     pp_virtual: int = option(2, "stages of each rank with pp_schedule=interleaved", minimum=2)
     pp_split: Optional[List[int]] = option(None, "layers of each stage; null cuts by cost")

@@ -1,6 +1,6 @@
 """Everything that training and evaluation have in common, built once in each process.
 
-    configuration -> Accelerator -> topology -> data -> model (this rank's part) -> prepared for its precision
+configuration -> Accelerator -> topology -> data -> model (this rank's part) -> prepared for its precision
 """
 
 from __future__ import annotations

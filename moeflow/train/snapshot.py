@@ -1,8 +1,8 @@
 """What a checkpoint holds of a training run, and how it is put back.
 
-    tensors   parameters, buffers and optimizer state, by global name: any layout reads them
-    local     random generators of one rank: exact on the same layout, drawn anew on another
-    meta      step, samples seen, metrics, layout
+tensors   parameters, buffers and optimizer state, by global name: any layout reads them
+local     random generators of one rank: exact on the same layout, drawn anew on another
+meta      step, samples seen, metrics, layout
 """
 
 from __future__ import annotations

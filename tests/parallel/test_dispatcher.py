@@ -32,7 +32,9 @@ def round_trip(parallel: dict, tables: list[list[int]]) -> None:
     here, per_expert, way = dispatcher.dispatch(rows, counts)
     ep, etp = topology["ep"], topology["etp"]
     local = len(tables[0]) // ep.size
-    peers = [r for r in range(len(tables)) if topology.layout.coordinate(r, "edp") == topology.layout.coordinate(rank, "edp")]
+    peers = [
+        r for r in range(len(tables)) if topology.layout.coordinate(r, "edp") == topology.layout.coordinate(rank, "edp")
+    ]
     wanted = range(ep.rank * local, (ep.rank + 1) * local)
     assert per_expert.tolist() == [sum(tables[r][e] for r in peers) for e in wanted]
     # Every row stands with its expert.
