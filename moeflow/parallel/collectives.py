@@ -120,7 +120,8 @@ def batch_mean(local_mean: Tensor, group: Group) -> Tensor:
         return local_mean
     own = local_mean.detach()
     mean = all_reduce(own.clone(), group) / group.size
-    return local_mean + (mean - own)
+    # Without a gradient the mean itself, which is bitwise the same on every rank: gates decide by it.
+    return local_mean + (mean - own) if local_mean.requires_grad else mean
 
 
 def exchange_counts(counts: Tensor, group: Group) -> Tensor:

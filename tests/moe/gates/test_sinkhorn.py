@@ -46,7 +46,7 @@ def gate_by_loop(gate: Gate, x: Tensor):
 def test_formula(case: str, top_k: int, renormalize: str, training: bool):
     gate, x = make("sinkhorn", case, top_k=top_k, score="sigmoid", renormalize=renormalize)
     if case in ("tied", "one token") and training:
-        # Balanced, all entries are equal up to rounding (so are those of one token): which is the largest means nothing.
+        # Balanced, all entries are equal up to rounding, as are those of one token: which is the largest means nothing.
         out = gate(x)
         weights = torch.sigmoid(gate.logits(x)).gather(1, out.ids_TK)
         torch.testing.assert_close(out.weights_TK, weights / weights.sum(1, keepdim=True) if top_k == 2 else weights)
