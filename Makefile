@@ -58,11 +58,11 @@ $(READY): pyproject.toml setup.py constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
 	  echo "  mend: install the venv module of $(PYTHON) (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
 	@echo "Setting up $(VENV), about two minutes the first time: torch ..."
-	@$(PIP) install -q --upgrade -c constraints.txt pip
-	@$(PIP) install -q --no-compile -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	@$(PIP) install -qq --upgrade -c constraints.txt pip
+	@$(PIP) install -qq --no-compile -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	@echo "  ... moeflow and all it uses ..."
-	@$(PIP) install -q --no-compile -c constraints.txt setuptools wheel ninja
-	@$(PIP) install -q --no-compile -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(PIP) install -qq --no-compile -c constraints.txt setuptools wheel ninja
+	@$(PIP) install -qq --no-compile -c constraints.txt --no-build-isolation -e '.[dev]'
 	@echo "  ... byte code ..."
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # some packages carry templates that do not parse
 	@touch $@

@@ -4,17 +4,20 @@ Everything else stands in pyproject.toml.  The root folders `configs`, `recipes`
 are installed below `moeflow`; pyproject.toml has no way to both search for packages and map folders.
 """
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, find_packages, setup
 
-DATA_FOLDERS = {f"moeflow.{folder}": folder for folder in ("configs", "recipes", "kernels")}
+PATTERNS = {"configs": ["*.yaml"], "recipes": ["*.yaml"], "kernels": ["*.cu", "*.cuh"]}
+
+packages = find_packages(include=["moeflow", "moeflow.*"])
+package_data = {"moeflow": ["py.typed"]}
+for folder, patterns in PATTERNS.items():
+    inside = find_namespace_packages(folder, exclude=["*__pycache__*"])
+    for name in [f"moeflow.{folder}", *(f"moeflow.{folder}.{inner}" for inner in inside)]:
+        packages.append(name)
+        package_data[name] = patterns
 
 setup(
-    packages=[*find_packages(include=["moeflow", "moeflow.*"]), *DATA_FOLDERS],
-    package_dir=DATA_FOLDERS,
-    package_data={
-        "moeflow": ["py.typed"],
-        "moeflow.configs": ["*.yaml", "**/*.yaml"],
-        "moeflow.recipes": ["*.yaml", "**/*.yaml"],
-        "moeflow.kernels": ["*.cu", "*.cuh", "**/*.cu", "**/*.cuh"],
-    },
+    packages=packages,
+    package_dir={f"moeflow.{folder}": folder for folder in PATTERNS},
+    package_data=package_data,
 )
