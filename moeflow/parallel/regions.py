@@ -12,6 +12,8 @@ Legend: S sequence (the dimension that is cut: the last but one), D model.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,66 +23,66 @@ from moeflow.parallel.topology import Group
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return collectives.all_reduce(grad.contiguous().clone(), ctx.group), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         return collectives.all_reduce(x.contiguous().clone(), group)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, None
 
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return _gather(x, group)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _reduce_scatter(grad, ctx.group), None
 
 
 class _ScatterSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return _reduce_scatter(x, group)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _gather(grad, ctx.group), None
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group, ctx.length = group, x.shape[-2]
         return _part(x, group)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _gather_uneven(grad, ctx.length, ctx.group), None
 
 
 class _Merge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, length: int, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, length: int, group: Group) -> Tensor:
         ctx.group = group
         return _gather_uneven(x, length, group)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _part(grad, ctx.group), None, None
 
 

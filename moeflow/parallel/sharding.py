@@ -1,10 +1,10 @@
 """How each parameter is spread over the ranks; everything that treats parameters differently asks here.
 
-    shards    axis -> dimension that is cut over it: each rank holds a part of the values
-    partial   axes over which the value is the same on every rank, but each rank's gradient is a part of the whole
-    expert    whether data parallelism of the experts (edp) applies, and not that of the dense part (dp)
-    counted   False for the second copy of a parameter that two pipeline stages share (a tied embedding and head): both
-              hold it, their gradients are summed over the axis "ends", and the norm counts it once
+shards    axis -> dimension that is cut over it: each rank holds a part of the values
+partial   axes over which the value is the same on every rank, but each rank's gradient is a part of the whole
+expert    whether data parallelism of the experts (edp) applies, and not that of the dense part (dp)
+counted   False for the second copy of a parameter that two pipeline stages share (a tied embedding and head): both
+          hold it, their gradients are summed over the axis "ends", and the norm counts it once
 """
 
 from __future__ import annotations

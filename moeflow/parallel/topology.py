@@ -79,7 +79,9 @@ class Topology:
         ranks_of = {axis: tuple(layout.group(rank, axis)) for axis in AXES}
         ranks_of["stage"] = tuple(layout.stage_group(rank))
         pipeline = ranks_of["pp"]
-        ranks_of["ends"] = (pipeline[0], pipeline[-1]) if rank in (pipeline[0], pipeline[-1]) and layout.pp > 1 else (rank,)
+        ranks_of["ends"] = (
+            (pipeline[0], pipeline[-1]) if rank in (pipeline[0], pipeline[-1]) and layout.pp > 1 else (rank,)
+        )
         ranks_of["world"] = tuple(range(layout.world))
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {ranks_of["world"]: dist.group.WORLD}
         groups = {}

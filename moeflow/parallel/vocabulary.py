@@ -8,6 +8,8 @@ The logits are never gathered: each rank adds its part of the normalizer, and th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ def vocabulary_embedding(ids: Tensor, weight_PD: Tensor, vocabulary: int, group:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits_NP: Tensor, targets_N: Tensor, lo: int, group: Group) -> Tensor:
+    def forward(ctx: Any, logits_NP: Tensor, targets_N: Tensor, lo: int, group: Group) -> Tensor:
         logits_NP = logits_NP.float()
         peak_N = collectives.all_reduce(logits_NP.amax(dim=1), group, "max")
         shifted_NP = logits_NP - peak_N[:, None]
@@ -39,7 +41,7 @@ class _CrossEntropy(torch.autograd.Function):
         return sums_2N[0].log() - sums_2N[1]
 
     @staticmethod
-    def backward(ctx, grad_N: Tensor):
+    def backward(ctx: Any, grad_N: Tensor) -> Any:
         probs_NP, here_N, local_N = ctx.saved_tensors
         grad_NP = probs_NP.clone()
         grad_NP.scatter_add_(1, local_N[:, None], -here_N.to(grad_NP.dtype)[:, None])

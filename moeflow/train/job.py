@@ -1,7 +1,7 @@
 """One process's whole part in a run: join, build, restore, train, report.
 
-    train(config, run_dir, resume)   what `moeflow train` and `moeflow resume` run in every rank
-    evaluate_run(config, run_dir)    what `moeflow eval` runs
+train(config, run_dir, resume)   what `moeflow train` and `moeflow resume` run in every rank
+evaluate_run(config, run_dir)    what `moeflow eval` runs
 """
 
 from __future__ import annotations
@@ -38,21 +38,25 @@ def train(config: RunConfig, run_dir: str | Path, resume: bool = False) -> dict[
     Raises:
         MoeflowError: the run cannot start or go on; checkpoints are as they were.
     """
-    with StopSignal() as stop:
+    with StopSignal(f"moeflow resume {run_dir}") as stop:
         accelerator, topology = join(config)
         try:
             session = open_session(config, accelerator, topology)
             store = _store(run_dir, session)
-            trainer = Trainer(session, store, Reporter(config, run_dir, topology), stop)
+            step = store.latest() if resume else None
+            task = session.model.task
+            reporter = Reporter(config, run_dir, topology, step, session.data.source, task.unit)
             try:
-                step = store.latest() if resume else None
+                trainer = Trainer(session, store, reporter, stop)
                 if step is not None:
                     trainer.restore(step)
-                trainer.reporter.banner(banner(session, run_dir, step))
+                reporter.banner(banner(session, run_dir, step))
                 summary = trainer.fit()
-                trainer.reporter.end(summary)
+                # Interrupted by a signal: the shell's convention.  A stop that was asked for beforehand is no failure.
+                summary["exit_code"] = 0 if trainer.stopped_by is None else 128 + trainer.stopped_by
+                reporter.end(summary)
             finally:
-                trainer.reporter.close()
+                reporter.close()
                 store.close()
             return summary
         finally:
@@ -94,6 +98,4 @@ def evaluate_run(config: RunConfig, run_dir: str | Path, step: int | None = None
 
 
 def _store(run_dir: str | Path, session: Session) -> CheckpointStore:
-    return CheckpointStore(
-        Path(run_dir) / CHECKPOINTS, rank=session.topology.rank, world=session.topology.layout.world
-    )
+    return CheckpointStore(Path(run_dir) / CHECKPOINTS, rank=session.topology.rank, world=session.topology.layout.world)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import shlex
 import time
 from pathlib import Path
 from typing import Any
 
+from moeflow.logging import ROOT, get_logger
+from moeflow.logging import rank as rank_of_process
 from moeflow.parallel.topology import Topology
 from moeflow.schema import RunConfig
 from moeflow.train.metrics import MetricsLog
-from moeflow.train.progress import Progress
+from moeflow.train.progress import Progress, format_metrics
 from moeflow.train.trackers import TrackedRun, Trackers
 
 
@@ -50,7 +54,10 @@ class Reporter:
         )
         self.metrics = MetricsLog(run_dir, resume_step, rank=rank)
         self.trackers = Trackers(config.tracker.names, tracked, rank=rank)
-        self.terminal = Progress(Path(run_dir), active=rank == 0)
+        self.terminal = Progress(
+            config.trainer.max_steps, start_step=resume_step or 0, verbosity=verbosity(), rank=rank
+        )
+        self.run_dir = Path(run_dir)
         self._summary: dict[str, Any] | None = None
         self._mark = time.perf_counter()
         self._units = 0
@@ -59,23 +66,25 @@ class Reporter:
         """Print the first lines."""
         self.terminal.banner(lines)
 
-    def start(self, step: int, last: int) -> None:
-        """Training begins after `step` and is to go on to `last`."""
-        self.terminal.start(step, last)
+    def start(self) -> None:
+        """Training begins."""
         self._mark, self._units = time.perf_counter(), 0
 
-    def progress(self, step: int, units: int) -> None:
-        """One step is done; `units` samples or tokens of this rank went into it."""
-        self._units += units * self._dp
-        self.terminal.advance(step)
+    def progress(self, step: int, units: int, row: dict[str, float] | None = None) -> None:
+        """One step is done; `units` samples or tokens of this rank went into it.
 
-    def row(self, step: int, row: dict[str, float]) -> None:
-        """Log a training row; throughput since the last one is added."""
-        now = time.perf_counter()
-        seconds = max(now - self._mark, 1e-9)
-        self._log({"step": step, **row, f"{self.unit}_per_s": self._units / seconds})
-        self.terminal.row(step, {**row, f"{self.unit}_per_s": self._units / seconds})
-        self._mark, self._units = now, 0
+        Args:
+            step: optimizer steps done.
+            units: of this rank.
+            row: metrics of the step, when it is a logged one; throughput since the last such row is added.
+        """
+        self._units += units * self._dp
+        if row is not None:
+            now = time.perf_counter()
+            row = {"step": step, **row, f"{self.unit}_per_s": self._units / max(now - self._mark, 1e-9)}
+            self._mark, self._units = now, 0
+            self._log(row)
+        self.terminal.update(step, row)
 
     def evaluation(self, step: int, metrics: dict[str, float], seconds: float) -> None:
         """Log an evaluation."""
@@ -88,11 +97,23 @@ class Reporter:
         self.metrics.log(row)
         self.trackers.log(row)
 
-    def end(self, summary: dict[str, Any]) -> None:
-        """Write the summary and say what to do next."""
+    def end(self, summary: dict[str, Any], sample: str | None = None) -> None:
+        """Write the summary and say what to do next.
+
+        Args:
+            summary: final figures.
+            sample: what the trained model wrote, where it writes.
+        """
         self._summary = summary
         self.metrics.write_summary(summary)
-        self.terminal.end(summary)
+        folder = _shown(self.run_dir)
+        lines = [("sample", sample)] if sample else []
+        if summary["status"] == "finished":
+            figures = {key: value for key, value in summary.items() if key.startswith("eval/")}
+            lines += [("result", format_metrics(figures, all_keys=True)), ("next", f"moeflow eval {folder}")]
+        else:
+            lines += [("stopped", f"at step {summary['step']}, saved"), ("next", f"moeflow resume {folder}")]
+        self.terminal.finish(lines)
 
     def close(self, exit_code: int = 1) -> None:
         """Close everything; after `end` the exit code is that of the summary."""
@@ -101,3 +122,15 @@ class Reporter:
         self.terminal.close()
         self.metrics.close()
         self.trackers.end_training(self._summary, exit_code=exit_code)
+
+
+def verbosity() -> int:
+    """-1, 0 or 1, as the command line's -q and -v have set moeflow's log level."""
+    level = get_logger(ROOT).getEffectiveLevel()
+    return -1 if level > logging.INFO and rank_of_process() == 0 else 1 if level < logging.INFO else 0
+
+
+def _shown(path: Path) -> str:
+    """The path as the user would type it from here, quoted for the shell where it has to be."""
+    inside = path.is_relative_to(Path.cwd())
+    return shlex.quote(str(path.relative_to(Path.cwd()) if inside else path))

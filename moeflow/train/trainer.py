@@ -55,6 +55,7 @@ class Trainer:
         self.snapshot = snapshot.Snapshot(session, raw_optimizer)
         self.last_eval: dict[str, float] = {}
         self._saved_step: int | None = None
+        self.stopped_by: int | None = None
 
     # --- resuming ----------------------------------------------------------------------------------------------------
 
@@ -92,14 +93,14 @@ class Trainer:
         last = trainer.max_steps if trainer.stop_at is None else min(trainer.stop_at, trainer.max_steps)
         batches = self._batches()
         self.model.train()
-        self.reporter.start(self.step, last)
+        self.reporter.start()
         while self.step < last:
             rate = self._learning_rate()
             output = self._train_step(batches)
             self.step += 1
-            self.reporter.progress(self.step, sum(map(self.session.model.task.num_units, output.batches)))
-            if self._due(trainer.log_every) or self.step in (1, last):
-                self.reporter.row(self.step, self._complete(rate, output))
+            logged = self._due(trainer.log_every) or self.step in (1, last)
+            units = sum(map(self.session.model.task.num_units, output.batches))
+            self.reporter.progress(self.step, units, self._complete(rate, output) if logged else None)
             stopping = self._asked_to_stop()
             if not stopping and (self._due(trainer.eval_every) or self.step == trainer.max_steps):
                 self._evaluate()
@@ -175,11 +176,13 @@ class Trainer:
         self.reporter.evaluation(self.step, metrics, time.perf_counter() - started)
 
     def _asked_to_stop(self) -> bool:
-        """Whether any rank was asked to stop: all of them then do, after the same step."""
-        if self.topology["world"].size == 1:
-            return self.stop.stop_requested()
-        flag = torch.tensor(float(self.stop.stop_requested()), device=self.session.device)
-        return bool(collectives.all_reduce(flag, self.topology["world"], "max").item())
+        """Whether any rank was sent a signal: all of them then stop, after the same step."""
+        number = self.stop.signum or 0
+        if self.topology["world"].size > 1:
+            flag = torch.tensor(number, device=self.session.device)
+            number = int(collectives.all_reduce(flag, self.topology["world"], "max").item())
+        self.stopped_by = number or None
+        return number != 0
 
     def _summary(self) -> dict[str, Any]:
         finished = self.step >= self.config.trainer.max_steps
