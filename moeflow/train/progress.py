@@ -11,13 +11,11 @@ import contextlib
 import errno
 import logging
 import os
-import shlex
 import shutil
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -35,38 +33,37 @@ _RATES = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s"}
 
 
 class Progress:
-    """What one run shows; silent where not active.
+    """Speaks on rank 0; silent on all others.
 
     Args:
-        run_dir: named in the commands at the end.
-        active: True on rank 0 alone.
+        total_steps: last step of the run.
+        start_step: steps done before, in a resumed run.
         verbosity: -1 nothing but the end, 0 the usual, 1 all metrics, and a line of its own for every logged row.
-            None follows moeflow's log (`moeflow.logging.setup`).
+        rank: of this process.
         stream: standard output by default.
         clock: seconds; for tests.
     """
 
     def __init__(
         self,
-        run_dir: str | Path,
+        total_steps: int,
         *,
-        active: bool = True,
-        verbosity: int | None = None,
+        start_step: int = 0,
+        verbosity: int = 0,
+        rank: int = 0,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.run_dir = Path(run_dir)
-        self.verbosity = _verbosity_of_log() if verbosity is None else verbosity
+        self.total_steps, self.verbosity = total_steps, verbosity
         self._stream = stream or sys.stdout
         self._clock = clock
-        self._active = active
+        self._speaks = rank == 0
         self._terminal = self._stream.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
         self._console = _Console(file=self._stream, force_terminal=self._terminal, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
-        self._last_step = 0
         self._row: Mapping[str, Any] = {}
-        self._pace = _Pace()
+        self._pace = _Pace(start_step)
         self._refreshed = float("-inf")
 
     def banner(self, lines: Sequence[tuple[str, str]]) -> None:
@@ -74,48 +71,39 @@ class Progress:
         if self.verbosity >= 0:
             self._pairs(lines)
 
-    def start(self, step: int, last_step: int) -> None:
-        """Training begins after `step` and is to go on to `last_step`."""
-        self._last_step = last_step
-        self._pace = _Pace()
+    def update(self, step: int, row: Mapping[str, Any] | None = None) -> None:
+        """Tell that `step` is done.
 
-    def advance(self, step: int) -> None:
-        """One step is done: move the live line on, at most ten times a second."""
+        Args:
+            step: optimizer steps done.
+            row: metrics of the step, on steps that are logged: the line goes on showing the last ones.
+        """
         self._pace.mark(step, self._clock())
-        if self._clock() - self._refreshed >= REFRESH_S or step >= self._last_step:
-            self._refresh(step)
-
-    def row(self, step: int, row: Mapping[str, Any]) -> None:
-        """Take the metrics of a logged step; the live line shows them until the next ones."""
-        self._row = row
-        if self.verbosity > 0 or (self.verbosity == 0 and not self._terminal):
+        if row is not None:
+            self._row = row
+        if not self._speaks or self.verbosity < 0:
+            return
+        if row is not None and (self.verbosity > 0 or not self._terminal):
             self._say(self._line(step))
-        self._refresh(step)
+        if self._terminal and (self._clock() - self._refreshed >= REFRESH_S or step >= self.total_steps):
+            self._refreshed = self._clock()
+            with self._guard():
+                self._started().update(Text(self._line(step), no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def event(self, text: str) -> None:
+        """Print a line that stays, such as an evaluation or a checkpoint."""
+        if self.verbosity >= 0:
+            self._say(text)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Print the metrics of an evaluation ("eval/..." keys) as a line that stays."""
         text = format_metrics(metrics, all_keys=True).replace("eval/", "")
-        self.event(f"eval {step:>{self._width}}/{self._last_step}  {text}")
+        self.event(f"eval {step:>{self._width}}/{self.total_steps}  {text}")
 
-    def event(self, text: str) -> None:
-        """Print a line that stays."""
-        if self.verbosity >= 0:
-            self._say(text)
-
-    def end(self, summary: Mapping[str, Any]) -> None:
-        """End the live line; print the result and the next useful command.
-
-        Args:
-            summary: with "status" ("finished" or other), "step", "max_steps", and final metrics.
-        """
+    def finish(self, lines: Sequence[tuple[str, str]] = ()) -> None:
+        """End the live line and print (label, text) pairs: the result, and the next useful command."""
         self.close()
-        finished = summary.get("status") == "finished"
-        metrics = {key: value for key, value in summary.items() if key.startswith("eval/")}
-        result = format_metrics(metrics, all_keys=True).replace("eval/", "")
-        steps = f"step {summary.get('step')} of {summary.get('max_steps')}, saved"
-        command = f"moeflow {'eval' if finished else 'resume'} {shlex.quote(_near(self.run_dir))}"
-        lines = [("result", result)] if finished and result else [("stopped", steps)] if not finished else []
-        self._pairs([*lines, ("next", command)])
+        self._pairs(lines)
 
     def close(self) -> None:
         """Give the terminal back; call it in `finally`.  May be called again."""
@@ -129,19 +117,13 @@ class Progress:
 
     @property
     def _width(self) -> int:
-        return len(str(self._last_step))
+        return len(str(self.total_steps))
 
     def _line(self, step: int) -> str:
-        remaining = self._pace.remaining_s(self._last_step)
+        remaining = self._pace.remaining_s(self.total_steps)
         eta = "" if remaining is None else f"  eta {format_duration(remaining)}"
         metrics = format_metrics(self._row, all_keys=self.verbosity > 0)
-        return f"step {step:>{self._width}}/{self._last_step}  {metrics}{eta}"
-
-    def _refresh(self, step: int) -> None:
-        if self._active and self._terminal and self.verbosity >= 0:
-            self._refreshed = self._clock()
-            with self._guard():
-                self._started().update(Text(self._line(step), no_wrap=True, overflow="ellipsis"), refresh=True)
+        return f"step {step:>{self._width}}/{self.total_steps}  {metrics}{eta}"
 
     def _pairs(self, lines: Sequence[tuple[str, str]]) -> None:
         width = max((len(label) for label, _ in lines), default=0) + 2
@@ -152,7 +134,7 @@ class Progress:
                 self._say(Text.assemble((f"{label if number == 0 else '':<{width}}", "bold"), part))
 
     def _say(self, text: str | Text) -> None:
-        if self._active:
+        if self._speaks:
             with self._guard():
                 # Through the console of the live line, which makes room above itself.
                 self._console.print(text, markup=False)
@@ -178,7 +160,7 @@ class Progress:
         try:
             yield
         except OSError as exc:
-            self._active = False
+            self._speaks = False
             logger.warning("standard output is gone (%s): no more progress lines, training goes on", exc.strerror)
             with contextlib.suppress(OSError, ValueError):
                 # Or the interpreter's last flush of what is left in the buffer would fail once more.
@@ -193,9 +175,9 @@ class _Console(Console):
 class _Pace:
     """Mean time of a step since the first one, evaluations and checkpoints included, as they will come again."""
 
-    def __init__(self) -> None:
+    def __init__(self, start_step: int):
         self._first: tuple[int, float] | None = None
-        self._last = (0, 0.0)
+        self._last = (start_step, 0.0)
 
     def mark(self, step: int, now: float) -> None:
         # From the end of the first step: it holds the warm-up.
@@ -207,17 +189,6 @@ class _Pace:
             return None
         per_step = (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
         return max(0, total_steps - self._last[0]) * per_step
-
-
-def _verbosity_of_log() -> int:
-    level = logging.getLogger(ROOT).level
-    return 0 if level == logging.NOTSET else 1 if level <= logging.DEBUG else -1 if level >= logging.WARNING else 0
-
-
-def _near(path: Path) -> str:
-    """The path as one would type it from here."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
 
 
 def format_metrics(row: Mapping[str, Any], *, all_keys: bool = False) -> str:

@@ -24,31 +24,24 @@ RUN = """
     from moeflow import logging
     from moeflow.train.progress import Progress
     logging.setup(VERBOSITY)
-    progress = Progress("outputs/my run", active=RANK == 0)
+    progress = Progress(200, verbosity=VERBOSITY, rank=RANK)
     progress.banner([("device", "cpu"), ("backends", "top_k torch (no GPU), " * 8 + "end")])
-    progress.start(0, 200)
     for step in range(1, 201):
         time.sleep(0.003)
-        progress.advance(step)
         row = {"loss": 1.0 / step, "accuracy": 0.5, "lr": 1e-3, "samples_per_s": 1234.0, "grad_norm": 2.0}
-        if step % 50 == 0:
-            progress.row(step, row)
+        progress.update(step, row if step % 50 == 0 else None)
         if step == 75:
             logging.get_logger("moeflow.test").warning("a message of the log")
             print("a line from elsewhere")
         if step == 100:
             progress.evaluation(step, {"eval/loss": 0.25, "eval/accuracy": 0.82314})
-    progress.end({"status": STATUS, "step": 200, "max_steps": 200, "eval/loss": 0.25, "eval/accuracy": 0.82314})
+    progress.finish([("result", "accuracy 82.3%"), ("next", "moeflow eval outputs/x")])
     print("after the end", file=sys.stderr)
 """
 
 
-END = ["result  loss 0.2500  accuracy 82.31%", "next    moeflow eval 'outputs/my run'"]
-
-
-def source(verbosity: int = 0, rank: int = 0, status: str = "finished") -> list[str]:
+def source(verbosity: int = 0, rank: int = 0) -> list[str]:
     text = textwrap.dedent(RUN).replace("VERBOSITY", str(verbosity)).replace("RANK", str(rank))
-    text = text.replace("STATUS", repr(status))
     return [sys.executable, "-c", text]
 
 
@@ -115,7 +108,7 @@ def test_a_terminal_shows_one_live_line_below_what_stays(columns):
     assert lines.count("a line from elsewhere") == 1
     assert lines.count("eval 100/200  loss 0.2500  accuracy 82.31%"[:columns]) == 1
     assert lines[-2:] == ["after the end", ""]
-    assert lines[-4:-2] == END
+    assert lines[-4:-2] == ["result  accuracy 82.3%", "next    moeflow eval outputs/x"]
     assert received.count(b"\x1b[?25l") == received.count(b"\x1b[?25h") == 1, "the cursor comes back"
     if columns == 100:
         assert steps[0].endswith("1,234 samples/s  eta 0:00")
@@ -129,14 +122,9 @@ def test_verbose_keeps_a_line_of_all_metrics_for_every_row():
     assert all("grad_norm 2.0000" in line for line in steps)
 
 
-def piped(verbosity: int = 0, rank: int = 0, status: str = "finished", **changes: str) -> tuple[list[str], str]:
+def piped(verbosity: int = 0, rank: int = 0, **changes: str) -> tuple[list[str], str]:
     done = subprocess.run(
-        source(verbosity, rank, status),
-        env=environment(**changes),
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=True,
+        source(verbosity, rank), env=environment(**changes), capture_output=True, text=True, timeout=50, check=True
     )
     assert "\x1b" not in done.stdout + done.stderr
     assert "\r" not in done.stdout
@@ -151,18 +139,13 @@ def test_a_pipe_gets_plain_lines_for_logged_rows_alone(changes):
     assert [line.split()[1] for line in lines if line.startswith("step")] == [
         "50/200", "100/200", "150/200", "200/200",
     ]  # fmt: skip
-    assert lines[-2:] == END
+    assert lines[-2:] == ["result  accuracy 82.3%", "next    moeflow eval outputs/x"]
     assert errors == "a message of the log\nafter the end\n"
 
 
 def test_quiet_says_only_the_end():
     lines, _ = piped(verbosity=-1)
-    assert lines == ["a line from elsewhere", *END]
-
-
-def test_a_run_that_stopped_is_told_how_to_go_on():
-    lines, _ = piped(status="interrupted")
-    assert lines[-2:] == ["stopped  step 200 of 200, saved", "next     moeflow resume 'outputs/my run'"]
+    assert lines == ["a line from elsewhere", "result  accuracy 82.3%", "next    moeflow eval outputs/x"]
 
 
 def test_other_ranks_are_silent():
@@ -189,15 +172,12 @@ class Clock:
 
 def test_eta_is_the_mean_pace_after_the_first_step_of_this_process():
     clock, stream = Clock(), io.StringIO()
-    progress = Progress("x", stream=stream, clock=clock)
-    progress.start(400, 1000)
+    progress = Progress(1000, start_step=400, stream=stream, clock=clock)
     clock.now = 50.0  # a slow first step
-    progress.advance(401)
-    progress.row(401, {"loss": 1.0})
+    progress.update(401, {"loss": 1.0})
     for step in range(402, 502):
         clock.now += 2.0
-        progress.advance(step)
-    progress.row(501, {"loss": 1.0})
+        progress.update(step, {"loss": 1.0} if step == 501 else None)
     first, last = stream.getvalue().splitlines()
     assert first == "step  401/1000  loss 1.0000"
     assert last == f"step  501/1000  loss 1.0000  eta {format_duration(499 * 2.0)}"
