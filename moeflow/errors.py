@@ -26,7 +26,7 @@ class MoeflowError(Exception):
         self.what = what
         self.mend = mend
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[MoeflowError], tuple[str, str | None]]:
         # Default pickling would pass the joined text as `what`; errors cross process borders in the launcher.
         return (type(self), (self.what, self.mend))
 

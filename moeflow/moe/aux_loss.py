@@ -7,18 +7,20 @@ to the objective: pipeline stages, activation checkpointing and gradient accumul
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
 class _AttachLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y: Tensor, loss: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, y: Tensor, loss: Tensor, scale: float) -> Tensor:
         ctx.scale, ctx.like = scale, loss.new_empty(())
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor):
+    def backward(ctx: Any, grad_y: Tensor) -> Any:
         return grad_y, torch.full_like(ctx.like, ctx.scale), None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -169,10 +170,10 @@ class _ZeroGradients(torch.autograd.Function):
     """Passes a tensor through; its backward gives the parameters of idle experts zero gradients."""
 
     @staticmethod
-    def forward(ctx, out: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, out: Tensor, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(*parameters)
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, *(torch.zeros_like(p) for p in ctx.saved_tensors)

@@ -5,6 +5,8 @@ Legend: R rows, I input width, O output width, E experts.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -72,13 +74,13 @@ def _(grad_RO, rows_RI, tokens_per_expert_E, weight_EOI, has_bias):
     return torch.empty_like(rows_RI), torch.empty_like(weight_EOI), grad_bias
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     rows_RI, tokens_per_expert_E, weight_EOI, bias_EO = inputs
     ctx.save_for_backward(rows_RI, tokens_per_expert_E, weight_EOI)
     ctx.has_bias = bias_EO is not None
 
 
-def _backward(ctx, grad_RO: Tensor):
+def _backward(ctx: Any, grad_RO: Tensor) -> Any:
     grads = _grouped_linear_backward(grad_RO.contiguous(), *ctx.saved_tensors, ctx.has_bias)
     return grads[0], None, grads[1], grads[2] if ctx.has_bias else None
 

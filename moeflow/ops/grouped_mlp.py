@@ -9,6 +9,8 @@ full stack for every expert, which costs O(E^2).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -136,13 +138,13 @@ def _(grad_RO, rows_RD, pre, tokens_per_expert_E, w_in, w_out_EOF, activation, h
     )
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     rows_RD, tokens_per_expert_E, w_in, b_in, w_out_EOF, b_out_EO, ctx.activation = inputs
     ctx.save_for_backward(rows_RD, output[1], tokens_per_expert_E, w_in, w_out_EOF)
     ctx.has_bias = b_in is not None, b_out_EO is not None
 
 
-def _backward(ctx, grad_RO: Tensor, grad_pre: Tensor | None):
+def _backward(ctx: Any, grad_RO: Tensor, grad_pre: Tensor | None) -> Any:
     has_b_in, has_b_out = ctx.has_bias
     saved = ctx.saved_tensors
     grad_rows, grad_w_in, grad_b_in, grad_w_out, grad_b_out = _grouped_mlp_backward(
