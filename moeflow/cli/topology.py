@@ -52,11 +52,9 @@ def _holdings(config: RunConfig, layout: Layout) -> list[Holding]:
 
     from moeflow.models import build_model
     from moeflow.parallel.inventory import take_stock
+    from moeflow.train.sizes import fill_vocabulary
 
-    if getattr(config.model, "vocab_size", 0) is None:
-        from moeflow import data
-
-        config.model.vocab_size = data.build(config.data, config.run.seed).vocab_size  # type: ignore[attr-defined]
+    fill_vocabulary(config)
     with torch.device("meta"):
         model = build_model(config.model, config.gate)
     return take_stock(model, layout, config.parallel)
@@ -91,7 +89,7 @@ def _as_text(config: RunConfig, layout: Layout, holdings: list[Holding], shown: 
             lines.append(f"{axis:<5} each rank alone")
             continue
         count = layout.world // layout.size(axis)
-        firsts = [r for r in _first_ranks(layout, axis, shown)]
+        firsts = _first_ranks(layout, axis, shown)
         groups = " ".join(_group_text(layout.group(rank, axis)) for rank in firsts)
         more = f" ... ({count - len(firsts):,} more)" if count > len(firsts) else ""
         lines.append(f"{axis:<5} {groups}{more}")
