@@ -119,6 +119,12 @@ class MoELayer(nn.Module):
         context = TokenContext(
             math.prod(lead[1:]) if len(lead) > 1 else None, share, token_ids_T, None if mask_T is None else mask_T == 0
         )
+        if self.dispatcher.token_ranks > 1 and self.gate.needs_whole_sequences(context):
+            raise ConfigError(
+                f"gate={self.gate.config.name} needs whole sequences, but {self.dispatcher.token_ranks} ranks share out "
+                "the tokens of each",
+                "parallel.tp=1",
+            )
         x_TD = tree_map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), x)
         out = self.gate(leaves(x_TD)[0], context)
         if self.gate_hook is not None:

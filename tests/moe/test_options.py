@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moeflow.errors import ConfigError
-from moeflow.moe import DenseMLP, MoELayer, ResidualExperts, SharedExperts
+from moeflow.moe import DenseMLP, LocalDispatcher, MoELayer, ResidualExperts, SharedExperts
 from moeflow.moe.gates import GateOutput
-from moeflow.schema.gate import GATES, NaiveGateConfig, SwitchGateConfig
+from moeflow.schema.gate import GATES, ExpertChoiceGateConfig, NaiveGateConfig, SwitchGateConfig
 from tests.moe.reference import gradients
 
 PLAIN = NaiveGateConfig(load_balance_coef=0.0)
@@ -210,6 +210,19 @@ def test_every_gate_trains_and_evaluates(name: str):
         assert y.isfinite().all()
     y.sum().backward()
     assert all(p.grad is not None for p in layer.experts.parameters())
+
+
+@pytest.mark.parametrize("gate", ["soft", "hash", ExpertChoiceGateConfig(pool="sequence")])
+def test_gates_that_need_whole_sequences_say_so(gate):
+    class Shared(LocalDispatcher):
+        token_ranks = 2
+
+    layer = MoELayer(4, 4, 8, gate)
+    layer.dispatcher = Shared()
+    with pytest.raises(ConfigError, match=r"needs whole sequences"):
+        layer(torch.randn(2, 6, 4))
+    if gate == "hash":
+        layer(torch.randn(2, 6, 4), token_ids=torch.arange(12).view(2, 6))
 
 
 def test_no_experts_is_refused():

@@ -169,6 +169,10 @@ class Gate(nn.Module):
             self.count(ids_TK)
         return GateOutput(ids_TK, weights_TK, None)
 
+    def needs_whole_sequences(self, context: TokenContext) -> bool:
+        """Whether the choice for a token depends on the other tokens of its sequence, or on its place in it."""
+        return False
+
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def normalized(self, weights_TK: Tensor) -> Tensor:

@@ -51,6 +51,9 @@ class ExpertChoiceGate(Gate):
         weights_TK = scores_TE.gather(1, ids_TK).masked_fill(missing_TK, 0)
         return self.output(logits_TE, scores_TE, ids_TK.masked_fill(missing_TK, -1), weights_TK, context)
 
+    def needs_whole_sequences(self, context: TokenContext) -> bool:
+        return self.config.pool == "sequence"
+
     def _pick(self, scores_TE: Tensor, context: TokenContext) -> Tensor:
         """Which tokens each expert picks: bool [T, E]."""
         num_tokens = scores_TE.shape[0]

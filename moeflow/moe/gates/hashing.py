@@ -38,6 +38,9 @@ class HashGate(Gate):
             keys_T = torch.arange(x_TD.shape[0], device=x_TD.device) % (context.sequence_length or x_TD.shape[0] or 1)
         return self.fixed_output(self.experts_of(keys_T), x_TD.dtype, context)
 
+    def needs_whole_sequences(self, context: TokenContext) -> bool:
+        return context.token_ids_T is None
+
     def experts_of(self, keys_T: Tensor) -> Tensor:
         """Experts of token ids: int64 [T] -> int64 [T, K], distinct in each row."""
         first_T, second_T = ((a * (keys_T.long() % _PRIME) + b) % _PRIME for a, b in self._factors)

@@ -71,6 +71,9 @@ class SoftGate(Gate):
         self.slots_MD.normal_(0.0, self.slots_MD.shape[1] ** -0.5)
         self.scale.fill_(1.0)
 
+    def needs_whole_sequences(self, context: TokenContext) -> bool:
+        return True
+
     def logits(self, x_TD: Tensor) -> Tensor:
         """[T, M]."""
         dtype = torch.float32 if self.config.fp32 else x_TD.dtype
