@@ -12,12 +12,11 @@ from typing import Any
 
 from moeflow import logging
 from moeflow.cli.arguments import Arguments, add_verbosity
-from moeflow.cli.resume import run_dir_first
+from moeflow.cli.resume import run_dir_first, step_number
 from moeflow.config.changes import Change, amend, differences
 from moeflow.config.plain import load, save
 from moeflow.config.problems import Problem, raise_any
 from moeflow.config.rules import validate
-from moeflow.errors import ConfigError
 from moeflow.parallel.environment import detect
 from moeflow.schema import RunConfig
 from moeflow.train import rundir
@@ -53,15 +52,7 @@ def main(argv: list[str]) -> int:
     folder, words = run_dir_first(args.words, "eval")
     run = rundir.open(folder)
     config = _amended(load(run.config), words)
-    return _evaluate(config, run, _step_number(args.step), args.json)
-
-
-def _step_number(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not text.isdecimal():
-        raise ConfigError(f"--step {text} is not the number of a step.", "--step 1000, or leave it out for the latest")
-    return int(text)
+    return _evaluate(config, run, step_number(args.step), args.json)
 
 
 def _amended(old: RunConfig, words: list[str]) -> RunConfig:

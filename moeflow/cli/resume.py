@@ -15,6 +15,7 @@ from moeflow.parallel.environment import Launched, detect
 from moeflow.schema import RunConfig
 from moeflow.train import rundir
 from moeflow.train.rundir import RunDir
+from moeflow.train.shelf import Shelf
 
 logger = logging.get_logger(__name__)
 
@@ -24,6 +25,7 @@ def arguments() -> Arguments:
     parser = Arguments("resume", words="words")
     parser.flag("--force", action="store_true", help="take changes of the model, the gate or the data too")
     parser.flag("--dry-run", action="store_true", help="say what would change, and stop")
+    parser.flag("--step", metavar="N", help="checkpoint to go on from; the latest where left out")
     add_verbosity(parser)
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     return parser
@@ -38,16 +40,17 @@ def main(argv: list[str]) -> int:
         return 0
     logging.setup(args.verbosity)
     folder, words = run_dir_first(args.words, "resume")
+    wanted = step_number(args.step)
     launched = detect()
     if launched is not None and not args.dry_run:
         from moeflow.cli.train import train_as_rank
 
-        return train_as_rank(launched, lambda: _prepare(rundir.open(folder), words, args.force, launched))
+        return train_as_rank(launched, lambda: _prepare(rundir.open(folder), words, args.force, launched, wanted))
     run = rundir.open(folder)
     if args.dry_run:
-        _show_changes(run, words, args.force)
+        _show_changes(run, words, args.force, wanted)
         return 0
-    run = _prepare(run, words, args.force, None)
+    run = _prepare(run, words, args.force, None, wanted)
     try:
         return _start(run)
     finally:
@@ -66,13 +69,36 @@ def run_dir_first(words: list[str], verb: str) -> tuple[str, list[str]]:
     return words[0], words[1:]
 
 
-def _prepare(run: RunDir, words: list[str], force: bool, launched: Launched | None) -> RunDir:
+def step_number(text: str | None) -> int | None:
+    """Return the number that `--step` was given, None where it was left out.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"--step {text} is not the number of a step.", "--step 1000, or leave it out for the latest")
+    return int(text)
+
+
+def _step(run: RunDir, wanted: int | None) -> int | None:
+    """Return the step to go on from; None where nothing was saved."""
+    if wanted is not None:
+        Shelf(run.checkpoints).path(wanted)  # raises where there is none
+        return wanted
+    return run.latest_step()
+
+
+def _prepare(
+    run: RunDir, words: list[str], force: bool, launched: Launched | None, wanted: int | None = None
+) -> RunDir:
     """Check the changes, lock the folder, freeze the new configuration; returns the locked run, marked as running."""
     from moeflow.cli.runs import shown, update
 
-    config = _amended(run, words, launched)
+    step = _step(run, wanted)
+    config = _amended(run, words, launched, step)
     raise_any(refused(differences(load(run.config), config), force))
-    step = run.latest_step()
     if step is None:
         command = (
             run.command.read_text(encoding="utf-8").splitlines()[-1] if run.command.is_file() else "moeflow train ..."
@@ -81,6 +107,8 @@ def _prepare(run: RunDir, words: list[str], force: bool, launched: Launched | No
     run.acquire()
     try:
         update(run, config, force)
+        if wanted is not None:
+            Shelf(run.checkpoints).point(wanted)
         run.mark("running")
     except BaseException:
         run.release()
@@ -89,12 +117,12 @@ def _prepare(run: RunDir, words: list[str], force: bool, launched: Launched | No
     return run
 
 
-def _amended(run: RunDir, words: list[str], launched: Launched | None) -> RunConfig:
+def _amended(run: RunDir, words: list[str], launched: Launched | None, step: int | None) -> RunConfig:
     old = load(run.config)
     config = amend(old, words)
     if launched is not None:
         config.launch.processes = launched.world
-    stop_at, step = config.trainer.stop_at, run.latest_step()
+    stop_at = config.trainer.stop_at
     if stop_at is not None and stop_at == old.trainer.stop_at and step is not None and step >= stop_at:
         # The stop was for the part that is done; to stop there again would do nothing.
         config.trainer.stop_at = None
@@ -102,12 +130,13 @@ def _amended(run: RunDir, words: list[str], launched: Launched | None) -> RunCon
     return config
 
 
-def _show_changes(run: RunDir, words: list[str], force: bool) -> None:
-    changes = differences(load(run.config), _amended(run, words, None))
+def _show_changes(run: RunDir, words: list[str], force: bool, wanted: int | None) -> None:
+    step = _step(run, wanted)
+    changes = differences(load(run.config), _amended(run, words, None, step))
     raise_any(refused(changes, force))
     for change in changes:
         print(f"changed     {change}")
-    print(f"checkpoint  step {run.latest_step()}\nnothing was started or written")
+    print(f"checkpoint  step {step}\nnothing was started or written")
 
 
 def _start(run: RunDir) -> int:

@@ -54,11 +54,6 @@ class StopSignal:
         """Whether a signal came.  Ranks may learn of it at different steps; the trainer makes them agree."""
         return self.signum is not None
 
-    @property
-    def exit_code(self) -> int:
-        """What the process is to end with: 128 + signal as shells count it, 0 without a signal."""
-        return 0 if self.signum is None else 128 + self.signum
-
     def __enter__(self) -> StopSignal:
         global _active
         if threading.current_thread() is not threading.main_thread():

@@ -87,6 +87,23 @@ def test_dry_run(training, moeflow, stopped: Path) -> None:
     assert contents(stopped) == before
 
 
+def test_from_an_earlier_step(training, moeflow, stopped: Path) -> None:
+    training.steps = 30
+    moeflow("resume", str(stopped))
+    assert "at step 30" in moeflow("resume", str(stopped))[2]
+    before = contents(stopped)
+    assert "checkpoint  step 10" in moeflow("resume", str(stopped), "--step", "10", "--dry-run")[1]
+    for step, message in (("20", "choose one of the steps [10, 30]"), ("x", "--step 1000")):
+        code, out, err = moeflow("resume", str(stopped), "--step", step)
+        assert (code, out) == (2, "")
+        assert message in err
+    assert contents(stopped) == before
+    code, _, err = moeflow("resume", str(stopped), "--step", "10")
+    assert code == 0
+    assert "at step 10" in err
+    assert rundir.open(stopped).latest_step() == 10
+
+
 def test_a_stop_that_was_reached_does_not_stop_again(training, moeflow) -> None:
     moeflow("train", "+recipe=cifar_moe", "trainer.stop_at=10")
     run = str(training.run_dir)
