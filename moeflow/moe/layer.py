@@ -121,8 +121,8 @@ class MoELayer(nn.Module):
         )
         if self.dispatcher.token_ranks > 1 and self.gate.needs_whole_sequences(context):
             raise ConfigError(
-                f"gate={self.gate.config.name} needs whole sequences, but {self.dispatcher.token_ranks} ranks share out "
-                "the tokens of each",
+                f"gate={self.gate.config.name} needs whole sequences, but {self.dispatcher.token_ranks} ranks share "
+                "out the tokens of each",
                 "parallel.tp=1",
             )
         x_TD = tree_map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), x)

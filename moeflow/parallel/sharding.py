@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from moeflow.errors import ConfigError
 from moeflow.moe import Experts, MoELayer
 from moeflow.parallel.topology import Topology
 
@@ -97,6 +98,12 @@ def _tied_sharding(model: nn.Module, sharding: Sharding, topology: Topology) -> 
 
 def describe_experts(experts: Experts, ep: int, etp: int) -> Sharding:
     """Sharding of the parameters of the experts of one layer, over ep and etp ranks."""
+    if ep > 1 and not experts.stacked:
+        # Neither the gradient norm nor a checkpoint would see the other ranks' experts.
+        raise ConfigError(
+            f"parallel.ep={ep}: experts that are modules of different classes cannot be spread over ranks here",
+            "parallel.ep=1, or experts of one class",
+        )
     hidden_dims = experts.hidden_dims()
     result: Sharding = {}
     for name, _ in experts.named_parameters():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from moeflow.data.loader import train_batches
 from moeflow.errors import TrainingError
+from moeflow.moe.gates import after_step
 from moeflow.parallel import collectives
 from moeflow.parallel.gradients import Gradients
 from moeflow.parallel.prepare import prepare, share_overflow
@@ -131,7 +133,9 @@ class Trainer:
     def _train_step(self, batches: Iterator[dict[str, Tensor]]) -> StepOutput:
         """One optimizer step over all micro-batches."""
         set_learning_rate(self.optimizer, self._learning_rate())
-        return self.stepper.step(batches, self._finish_gradients)
+        output = self.stepper.step(batches, self._finish_gradients)
+        after_step(self.session.model, partial(collectives.all_reduce, group=self.topology["stage"]))
+        return output
 
     def _learning_rate(self) -> float:
         return learning_rate(self.step, self.config.optim.lr, self.config.schedule, self.config.trainer.max_steps)
@@ -144,7 +148,8 @@ class Trainer:
         share_overflow(self.accelerator, self.optimizer, norm)
         if self.accelerator.scaler is None and not math.isfinite(norm.item()):
             raise TrainingError(
-                f"step {self.step + 1}: the gradient norm is {norm.item()}; the parameters are still those of step {self.step}",
+                f"step {self.step + 1}: the gradient norm is {norm.item()}; the parameters are still those of the "
+                "step before",
                 "lower optim.lr, raise schedule.warmup_steps, or set optim.clip_norm; then resume from a checkpoint",
             )
         if self.config.optim.clip_norm is not None:
