@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ def test_pixels_are_the_same_on_every_machine():
     ids = np.r_[0:64, 49_990:50_000]
     images = synthetic.draw_images(ids, seed=0, train=True)
     assert (images.dtype, images.shape) == (np.uint8, (74, 3, 32, 32))
-    assert hashlib.sha256(images.tobytes()).hexdigest()[:16] == "742defe6cbaee17e"
+    assert hashlib.sha256(images.tobytes()).hexdigest()[:16] == "2377d618bb56a538"
 
 
 def test_an_image_depends_on_seed_split_and_index_alone():
@@ -66,17 +65,18 @@ def test_a_linear_model_learns_little():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_small_convolutional_network_learns_it():
-    """About 70 % after a minute on one core; 40 % here leaves room for a slow one."""
+    """68 thousand parameters: about 70 % after 300 steps (30 s of one core), near 90 % after a minute."""
     torch.manual_seed(0)
     train, targets, test, answers = arrays(20_000)
     layers: list[nn.Module] = []
     for inputs, outputs in ((3, 24), (24, 48), (48, 96)):
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
-    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(96 * 16, 10))
+    layers[-1] = nn.AvgPool2d(2)
+    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(96 * 16, 10)).to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(net.parameters(), 3e-3)
-    started = time.process_time()
-    while time.process_time() - started < 40:
+    for _ in range(300):
         rows = torch.randint(0, len(train), (128,))
         loss = cross_entropy(net(train[rows]), targets[rows])
         optimizer.zero_grad()
@@ -85,4 +85,4 @@ def test_a_small_convolutional_network_learns_it():
     net.eval()
     with torch.no_grad():
         accuracy = (net(test).argmax(1) == answers).float().mean()
-    assert accuracy > 0.4
+    assert 0.5 < accuracy < 0.9
