@@ -30,7 +30,7 @@ def usual_places() -> list[Path]:
     """Folders looked in when data.root is null: $MOEFLOW_DATA, ./data, ~/.cache/moeflow/data."""
     named = os.environ.get(ROOT_VARIABLE)
     places = [Path(named).expanduser()] if named else []
-    return [*places, Path("data"), cache_folder()]
+    return [*places, Path.cwd() / "data", cache_folder()]
 
 
 def cache_folder() -> Path:

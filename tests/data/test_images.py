@@ -157,7 +157,7 @@ def test_without_data_and_network_the_drawn_set_says_so():
     assert bundle.notice is not None
     for words in ("SYNTHETIC DATA", "not CIFAR-10", "no connection to 127.0.0.1", "data.on_missing=error"):
         assert words in bundle.notice
-    for words in (locate.download.URL, "data.root=FOLDER", "MOEFLOW_DATA", "./data".removeprefix("./")):
+    for words in (locate.download.URL, "data.root=FOLDER", "MOEFLOW_DATA", str(Path.cwd() / "data")):
         assert words in bundle.notice
 
 
