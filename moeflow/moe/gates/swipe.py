@@ -28,8 +28,12 @@ class SwipeGate(Gate):
 
     def choose(self, logits_TE: Tensor, scores_TE: Tensor, context: TokenContext) -> tuple[Tensor, Tensor]:
         _, ids_TK = ops.top_k(scores_TE, self.top_k)
-        if self.training:
+        if self.training and context.valid_T is None:
             ids_TK = even_out(ids_TK, scores_TE.detach())
+        elif self.training:
+            valid_T = context.valid_T
+            ids_TK = ids_TK.clone()
+            ids_TK[valid_T] = even_out(ids_TK[valid_T], scores_TE.detach()[valid_T])
         return ids_TK, scores_TE.gather(1, ids_TK)
 
 

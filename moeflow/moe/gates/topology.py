@@ -61,8 +61,11 @@ class TopologyGate(Gate):
         if self.share is None:
             return ids_TK, weights_TK
         away_E = self.node_of_expert_E != self.own_node
-        score_TK, away_TK = weights_TK.detach(), away_E[ids_TK]
-        limit = math.floor(round(self.share * ids_TK.numel(), 9))
+        score_TK, away_TK, num_choices = weights_TK.detach(), away_E[ids_TK], ids_TK.numel()
+        if context.valid_T is not None:
+            away_TK = away_TK & context.valid_T[:, None]
+            num_choices = int(context.valid_T.sum()) * self.top_k
+        limit = math.floor(round(self.share * num_choices, 9))
         # Choice-major, so that of equal scores first choices go first.
         order_N = torch.argsort(torch.where(away_TK, score_TK, -1).t().reshape(-1), descending=True, stable=True)
         allowed_N = torch.zeros_like(order_N, dtype=torch.bool)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeflow.moe.gates import Gate
+from moeflow.moe.gates import Gate, TokenContext
 from moeflow.moe.gates.swipe import even_out
 from tests.moe.gates.statement import CASES, check_numerically, choose, compare, linear, make, rows, softmax
 
@@ -79,3 +79,11 @@ def test_a_swap_makes_room():
 def test_an_even_load_is_left_alone():
     ids = torch.tensor([[0, 1], [2, 3], [1, 0], [3, 2]])
     assert even_out(ids, torch.rand(4, 4)) is ids
+
+
+def test_masked_tokens_take_no_place():
+    gate, x = make("swipe", "skewed")
+    valid = torch.arange(13) % 3 != 0
+    out = gate(x, TokenContext(valid_T=valid))
+    assert torch.equal(out.ids_TK[valid], gate(x[valid]).ids_TK)
+    assert (out.ids_TK[~valid] == -1).all()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeflow.errors import ConfigError
 from moeflow.moe import MoELayer
-from moeflow.moe.gates import Gate
+from moeflow.moe.gates import Gate, TokenContext
 from moeflow.schema.gate import TopologyGateConfig
 from tests.moe.gates.statement import CASES, balance, check_numerically, choose, compare, linear, make, rows, softmax
 
@@ -89,3 +89,12 @@ def test_one_node_for_each_expert():
     gate, _ = make("topology")
     with pytest.raises(ConfigError, match="one for each of the 6 experts"):
         gate.place([0, 1], 0)
+
+
+def test_masked_tokens_take_no_place():
+    gate, x = make("topology", outgoing_share=0.2)
+    gate.place(NODES, 1)
+    valid = torch.arange(13) % 3 != 0
+    out = gate(x, TokenContext(valid_T=valid))
+    assert torch.equal(out.ids_TK[valid], gate(x[valid]).ids_TK)
+    assert (out.ids_TK[~valid] == -1).all()
