@@ -19,7 +19,10 @@ from moeflow.moe import MoELayer
 
 
 class Tokenizer(Protocol):
-    """A reversible map between text and tokens."""
+    """A reversible map between text and tokens below `vocab_size`."""
+
+    @property
+    def vocab_size(self) -> int: ...
 
     def encode(self, text: str) -> Iterable[int]: ...
 
@@ -53,6 +56,7 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
     context: int | None = None,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """Continue sequences, in evaluation mode and without dropping a choice of a gate.
 
@@ -67,6 +71,7 @@ def generate(
         top_k: draw from so many most probable tokens; None from all.
         generator: of the draws; None takes torch's own.
         context: tokens that the model may see at once; None for all.
+        vocab_size: tokens from this number on are never drawn, where the model knows more than the text has.
 
     Returns:
         int64 [B, S + max_new].
@@ -84,7 +89,7 @@ def generate(
             if end - begin > context:
                 cache, begin = KeyValueCache(context), end - max(1, context // 2)
             logits_BSV = model(out_BS[:, begin + cache.length : end], cache)
-            out_BS[:, end] = _draw(logits_BSV[:, -1].float(), temperature, top_k, generator)
+            out_BS[:, end] = _draw(logits_BSV[:, -1, :vocab_size].float(), temperature, top_k, generator)
     return out_BS
 
 
@@ -117,7 +122,7 @@ def continue_text(
     tokens_BS = torch.tensor([[int(token) for token in tokenizer.encode(prompt)]], dtype=torch.int64, device=device)
     # Drawn on the CPU: the same seed then means the same draws on every device.
     generator = torch.Generator().manual_seed(seed)
-    out_BS = generate(model, tokens_BS, num_tokens, temperature, top_k, generator, context)
+    out_BS = generate(model, tokens_BS, num_tokens, temperature, top_k, generator, context, tokenizer.vocab_size)
     return tokenizer.decode(out_BS[0].tolist())
 
 

@@ -13,6 +13,8 @@ from tests.models.gpts import VOCAB, gpt, tokens
 class Letters:
     """A tokenizer of the first VOCAB letters from 'A' on."""
 
+    vocab_size = VOCAB
+
     def encode(self, text: str) -> list[int]:
         return [ord(letter) - 65 for letter in text]
 
@@ -158,6 +160,11 @@ def test_text_and_samples():
     samples = model.task.samples(model, Held(), num_tokens=50)
     assert samples.startswith(Letters().decode(tokens(1, 40)[0, :24].tolist()))
     assert len(samples) == 74
+
+
+def test_tokens_that_the_text_has_not_are_never_drawn():
+    out = generate(sharp(), tokens(40, 2) % 5, 20, temperature=3.0, vocab_size=5)
+    assert set(out.flatten().tolist()) == {0, 1, 2, 3, 4}
 
 
 def test_no_new_tokens():
