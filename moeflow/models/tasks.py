@@ -5,9 +5,33 @@ Legend: B samples, C classes.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+
+class Task(Protocol):
+    """What the loop asks of `model.task`.
+
+    Attributes:
+        unit: what throughput is counted in, "samples" or "tokens".
+    """
+
+    unit: str
+
+    def loss(self, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """Mean over the samples (or tokens); 0-dim."""
+
+    def metrics(self, logits: Tensor, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Sum and count of each metric."""
+
+    def derived(self, means: dict[str, float]) -> dict[str, float]:
+        """Metrics that follow from the means of others."""
+
+    def num_units(self, batch: dict[str, Tensor]) -> int:
+        """Samples or tokens of a batch."""
 
 
 class ClassificationTask:

@@ -136,12 +136,12 @@ def exchange_counts(counts: Tensor, group: Group) -> Tensor:
 
 class _AllToAllRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RD: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    def forward(ctx: Any, rows_RD: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group
         return _all_to_all(rows_RD, send, receive, group)
 
     @staticmethod
-    def backward(ctx, grad_RD: Tensor):
+    def backward(ctx: Any, grad_RD: Tensor) -> Any:
         return _all_to_all(grad_RD, ctx.receive, ctx.send, ctx.group), None, None, None
 
 
@@ -170,23 +170,23 @@ def all_to_all_rows(rows_RD: Tensor, send: Sequence[int], receive: Sequence[int]
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RD: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+    def forward(ctx: Any, rows_RD: Tensor, counts: Sequence[int], group: Group) -> Tensor:
         ctx.counts, ctx.group = counts, group
         return _spread(rows_RD, counts, group)
 
     @staticmethod
-    def backward(ctx, grad_RD: Tensor):
+    def backward(ctx: Any, grad_RD: Tensor) -> Any:
         return _collect(grad_RD, ctx.counts, ctx.group), None, None
 
 
 class _ScatterRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RD: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+    def forward(ctx: Any, rows_RD: Tensor, counts: Sequence[int], group: Group) -> Tensor:
         ctx.counts, ctx.group = counts, group
         return _collect(rows_RD, counts, group)
 
     @staticmethod
-    def backward(ctx, grad_RD: Tensor):
+    def backward(ctx: Any, grad_RD: Tensor) -> Any:
         return _spread(grad_RD, ctx.counts, ctx.group), None, None
 
 

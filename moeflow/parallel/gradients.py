@@ -51,9 +51,9 @@ class Gradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         for axis in ("tp", "etp", "ends"):
-            _reduce([p.grad for p, s in self.parameters if axis in s.partial], self.topology[axis])
-        dense = [p.grad for p, s in self.parameters if not s.expert]
-        experts = [p.grad for p, s in self.parameters if s.expert]
+            _reduce(_grads(p for p, s in self.parameters if axis in s.partial), self.topology[axis])
+        dense = _grads(p for p, s in self.parameters if not s.expert)
+        experts = _grads(p for p, s in self.parameters if s.expert)
         dp = self.topology["dp"].size
         _reduce(dense, self.topology["dp"], 1.0 / dp)
         if self.expert_dp_comm == "world":
@@ -71,7 +71,7 @@ class Gradients:
         # Fixed order of the kinds on all ranks: each takes part in the sums of its axes even without such parameters.
         for axes in ((), ("tp",), ("ep",), ("etp",), ("ep", "etp")):
             local = _sum_of_squares(
-                [p.grad for p, s in self.parameters if s.counted and tuple(s.shards) == axes], squares
+                _grads(p for p, s in self.parameters if s.counted and tuple(s.shards) == axes), squares
             )
             for axis in axes:
                 local = collectives.all_reduce(local, self.topology[axis])
@@ -83,7 +83,12 @@ class Gradients:
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale all gradients by min(1, max_norm / norm): one coefficient on every rank."""
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([p.grad for p, _ in self.parameters], coefficient)
+        torch._foreach_mul_(_grads(p for p, _ in self.parameters), coefficient)
+
+
+def _grads(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Gradients of parameters; after `reduce` each of them has one."""
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def _sum_of_squares(grads: list[Tensor], like: Tensor) -> Tensor:

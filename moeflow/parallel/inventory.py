@@ -7,6 +7,7 @@ ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -142,7 +143,7 @@ def _cut_size(shape: tuple[int, ...], plan: dict[str, dict[str, int]], name: str
     return math.prod(shape) // shape[dim] * (hi - lo)
 
 
-def _expert_size(shape: tuple[int, ...], shards: dict[str, int], layout: Layout) -> int:
+def _expert_size(shape: tuple[int, ...], shards: Mapping[str, int], layout: Layout) -> int:
     size = math.prod(shape)
     for axis in shards:
         size //= layout.size(axis)

@@ -52,7 +52,7 @@ class StageRange:
     last: bool
 
 
-def stage_ranges(model: nn.Module, config: ParallelConfig) -> list[StageRange]:
+def stage_ranges(model: Any, config: ParallelConfig) -> list[StageRange]:
     """Cut the model's layers into stages: pp of them, or pp * pp_virtual with an interleaved schedule.
 
     Raises:
@@ -87,13 +87,15 @@ def own_ranges(ranges: Sequence[StageRange], topology: Topology) -> list[StageRa
     return [stage for stage in ranges if stage.index % pp.size == pp.rank]
 
 
-def keep_own_layers(model: nn.Module, stages: Sequence[StageRange]) -> None:
+def keep_own_layers(model: Any, stages: Sequence[StageRange]) -> None:
     """Take the parts of other ranks' stages away from the model."""
     model.keep([name for stage in stages for name in stage.layers])
 
 
 class _StageModule(nn.Module):
     """A stage as torch's schedules call it; it owns no parameters of its own name."""
+
+    model: Any
 
     def __init__(self, model: nn.Module, stage: StageRange, autocast: Autocast):
         super().__init__()
@@ -133,7 +135,8 @@ class Pipeline:
         device: torch.device,
         autocast: Autocast,
     ):
-        self.model, self.stages, self.num_stages = model, list(stages), num_stages
+        self.model: Any = model
+        self.stages, self.num_stages = list(stages), num_stages
         self.pp, self.tp, self.config, self.device, self.loss = topology["pp"], topology["tp"], config, device, loss
         self.num_microbatches = num_microbatches
         self.modules = [_StageModule(model, stage, autocast) for stage in self.stages]
@@ -167,7 +170,7 @@ class Pipeline:
         """Stages with shapes known beforehand, so that nothing has to be run to learn them."""
         boundary = torch.empty(self._boundary(batch, length), device="meta", requires_grad=True)
         tokens = torch.empty(batch, length, dtype=torch.int64, device="meta")
-        stages = [
+        stages: list[Any] = [
             PipelineStage(
                 module,
                 module.stage.index,

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch.optim import Optimizer
@@ -62,7 +63,7 @@ def loss_scale(accelerator: Accelerator) -> float:
     return scale if scaler is None else scale * scaler.get_scale()
 
 
-def share_overflow(accelerator: Accelerator, optimizer: Optimizer, norm: torch.Tensor) -> None:
+def share_overflow(accelerator: Accelerator, optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> None:
     """Let every rank skip an fp16 step if any rank's gradients overflowed.
 
     Torch's scaler looks at this rank's gradients only, and with experts on other ranks the ranks would part.  The

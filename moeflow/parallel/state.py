@@ -7,6 +7,7 @@ torch.distributed.checkpoint can write it once and read it back on any other lay
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ class Placements:
         if axes not in self._meshes:
             layout, rank = self.topology.layout, self.topology.rank
             stage = torch.tensor(list(layout.stage_group(rank))).view([layout.size(a) for a in axes])
-            groups = [self.topology[axis].process_group for axis in axes]
+            groups: Any = [self.topology[axis].process_group for axis in axes]
             device = "cuda" if torch.cuda.is_available() and torch.distributed.get_backend() == "nccl" else "cpu"
             self._meshes[axes] = DeviceMesh.from_group(
                 groups if len(axes) > 1 else groups[0],

@@ -7,6 +7,8 @@ as forward hooks, so that neither names nor the model's code change.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from moeflow.errors import ConfigError
@@ -17,7 +19,7 @@ from moeflow.parallel.topology import Group
 from moeflow.parallel.vocabulary import VocabularyCrossEntropy, vocabulary_embedding
 
 
-def cut_plan(model: nn.Module, tp: Group) -> dict[str, dict[str, int]]:
+def cut_plan(model: Any, tp: Group) -> dict[str, dict[str, int]]:
     """Which leaf modules of the model are cut: name -> parameter -> dimension.
 
     Raises:
@@ -58,7 +60,7 @@ def cut_leaf(leaf: nn.Module, dims: dict[str, int], tp: Group) -> None:
         leaf.out_features, leaf.in_features = leaf.weight.shape
 
 
-def connect_regions(model: nn.Module, tp: Group, sequence_parallel: bool) -> None:
+def connect_regions(model: Any, tp: Group, sequence_parallel: bool) -> None:
     """Give the borders of all regions their communication."""
     if tp.size == 1:
         return
@@ -84,16 +86,14 @@ def _connect(module: nn.Module, region: Region, tp: Group, sequence_parallel: bo
         module.register_forward_hook(after)
 
 
-def _connect_vocabulary(
-    model: nn.Module, module: nn.Module, region: VocabularyRegion, tp: Group, sequence_parallel: bool
-) -> None:
+def _connect_vocabulary(model: Any, module: Any, region: VocabularyRegion, tp: Group, sequence_parallel: bool) -> None:
     if region.kind == "embedding":
 
         def embed(ids: Tensor) -> Tensor:
             part = vocabulary_embedding(ids, module.weight, region.size, tp)
             return regions.leave(part, tp, sequence_parallel)
 
-        module.forward = embed  # type: ignore[method-assign]
+        module.forward = embed
         return
 
     def before(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -39,4 +39,4 @@ def evaluate(session: Session, stepper: Stepper | None = None) -> dict[str, floa
             sums[name] = sums[name] + pair if name in sums else pair
     model.train(was_training)
     means = batch_means(session, sums)
-    return {f"eval/{name}": value for name, value in {**means, **model.task.derived(means)}.items()}
+    return {f"eval/{name}": value for name, value in {**means, **session.task.derived(means)}.items()}

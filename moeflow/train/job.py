@@ -44,8 +44,7 @@ def train(config: RunConfig, run_dir: str | Path, resume: bool = False) -> dict[
             session = open_session(config, accelerator, topology)
             store = _store(run_dir, session)
             step = store.latest() if resume else None
-            task = session.model.task
-            reporter = Reporter(config, run_dir, topology, step, session.data.source, task.unit)
+            reporter = Reporter(config, run_dir, topology, step, session.data.source, session.task.unit)
             try:
                 trainer = Trainer(session, store, reporter, stop)
                 if step is not None:
@@ -91,7 +90,7 @@ def evaluate_run(config: RunConfig, run_dir: str | Path, step: int | None = None
                 f"moeflow resume {run_dir}",
             )
         Snapshot(session).load_model(store, found)
-        session.model = accelerator.prepare_model(session.model, device_placement=False, evaluation_mode=True)
+        accelerator.prepare_model(session.model, device_placement=False, evaluation_mode=True)
         return {"step": found, **evaluate(session)}
     finally:
         leave()

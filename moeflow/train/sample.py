@@ -48,7 +48,7 @@ def sample_at_end(session: Session) -> str | None:
         The same text on every rank; None for a model that writes none, and where the layout cuts the model itself
         (`moeflow generate` then loads it into one process).
     """
-    task = session.model.task
+    task = session.task
     if not isinstance(task, LanguageModelTask) or session.topology["pp"].size * session.topology["tp"].size > 1:
         return None
     text: Any = session.data  # a language model's data are text
@@ -76,7 +76,7 @@ def continue_run(config: RunConfig, run_dir: str | Path, request: Request) -> st
     accelerator, topology = join(config)
     try:
         session = open_session(config, accelerator, topology)
-        if not isinstance(session.model.task, LanguageModelTask):
+        if not isinstance(session.task, LanguageModelTask):
             raise ConfigError(
                 f"{run_dir}: its model ({config.model.name}) writes no text",
                 "name a run of a language model (+recipe=gpt_moe)",

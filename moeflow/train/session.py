@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -16,6 +17,7 @@ from moeflow import data
 from moeflow.data import DataBundle
 from moeflow.errors import ConfigError
 from moeflow.models import build_model
+from moeflow.models.tasks import Task
 from moeflow.ops import backend
 from moeflow.parallel import collectives
 from moeflow.parallel.parallelize import Part, moe_layers, parallelize
@@ -51,6 +53,11 @@ class Session:
     def model(self) -> nn.Module:
         """This rank's part of the model."""
         return self.part.model
+
+    @property
+    def task(self) -> Task:
+        """Loss and metrics of the model."""
+        return cast(Task, self.model.task)
 
     @property
     def device(self) -> torch.device:

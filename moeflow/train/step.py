@@ -57,7 +57,7 @@ class PlainStepper:
         self.session, self.optimizer = session, optimizer
 
     def step(self, batches: Iterator[Batch], finish: Callable[[], Tensor]) -> StepOutput:
-        accelerator, model, task = self.session.accelerator, self.session.model, self.session.model.task
+        accelerator, model, task = self.session.accelerator, self.session.model, self.session.task
         assert self.optimizer is not None
         set_aux_loss_scale(model, loss_scale(accelerator))
         losses, result = [], StepOutput(torch.zeros(()), torch.zeros(()))
@@ -105,7 +105,7 @@ class PipelineStepper:
         return loss_scale(self.session.accelerator) / self.num_microbatches
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return self.session.model.task.loss(logits, {"targets": targets}) * self._scale()
+        return self.session.task.loss(logits, {"targets": targets}) * self._scale()
 
     def step(self, batches: Iterator[Batch], finish: Callable[[], Tensor]) -> StepOutput:
         assert self.optimizer is not None
@@ -150,7 +150,7 @@ def metric_sums(session: Session, outputs: list[tuple[Tensor, Batch]]) -> dict[s
     """[sum, count] of each metric of the task over some outputs."""
     sums: dict[str, Tensor] = {}
     for logits, batch in outputs:
-        for name, (total, count) in session.model.task.metrics(logits, batch).items():
+        for name, (total, count) in session.task.metrics(logits, batch).items():
             pair = torch.stack([torch.as_tensor(total), torch.as_tensor(count)]).double()
             sums[name] = sums[name] + pair if name in sums else pair
     return sums

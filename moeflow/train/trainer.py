@@ -101,7 +101,7 @@ class Trainer:
             output = self._train_step(batches)
             self.step += 1
             logged = self._due(trainer.log_every) or self.step in (1, last)
-            units = sum(map(self.session.model.task.num_units, output.batches))
+            units = sum(map(self.session.task.num_units, output.batches))
             self.reporter.progress(self.step, units, self._complete(rate, output) if logged else None)
             stopping = self._asked_to_stop()
             if not stopping and (self._due(trainer.eval_every) or self.step == trainer.max_steps):
