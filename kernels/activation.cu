@@ -37,7 +37,7 @@ __device__ __forceinline__ void activate(float x, float& value, float& slope) {
 // hidden = act(pre), times up if kGated, times the weight of the row's choice if kWeighted.
 // Moves 2 (gated: 3) rows of F for each row.
 template <typename T, int kWidth, int kActivation, bool kGated, bool kWeighted>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     activation_forward(const T* __restrict__ pre, const float* __restrict__ weights_N,
                        const int* __restrict__ slot_of_row_R, T* __restrict__ hidden_RF, i64 num_rows, i64 width,
                        i64 stride) {
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads)
 // grad_pre, and with kWeighted also grad_weights_N[slot] = <grad, act(pre) (* up)> (zero before, for dropped choices).
 // Moves 3 (gated: 5) rows of F for each row.
 template <typename T, int kWidth, int kActivation, bool kGated, bool kWeighted>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     activation_backward(const T* __restrict__ grad_RF, const T* __restrict__ pre, const float* __restrict__ weights_N,
                         const int* __restrict__ slot_of_row_R, T* __restrict__ grad_pre,
                         float* __restrict__ grad_weights_N, i64 num_rows, i64 width, i64 stride) {

@@ -59,7 +59,7 @@ struct Lane {
 // counts_E (may be null, zero before) += choices of each expert.
 // Moves E values in and E values out for each token.
 template <typename T, int kWidth, int kVectors, int kScore>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     gate_forward(const T* __restrict__ logits_TE, const float* __restrict__ bias_E, float* __restrict__ scores_TE,
                  typename WeightOf<T, kScore>::type* __restrict__ weights_TK, i64* __restrict__ ids_TK,
                  u64* __restrict__ counts_E, i64 num_tokens, int num_experts, int top_k, int normalize) {
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads)
 // grad_logits_TE from the gradients of scores_TE and of weights_TK (either may be null).
 // Moves E values in (2 E with grad_scores_TE) and E values out for each token.
 template <typename T, int kWidth, int kVectors, int kScore>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     gate_backward(const float* __restrict__ grad_scores_TE, const float* __restrict__ grad_weights_TK,
                   const float* __restrict__ scores_TE, const float* __restrict__ weights_TK,
                   const i64* __restrict__ ids_TK, T* __restrict__ grad_logits_TE, i64 num_tokens, int num_experts,

@@ -38,7 +38,7 @@ __device__ __forceinline__ void zero_padding(const int* slot_of_row_R, T* rows_R
 
 // rows[row_of[t, k]] = x[t].  Moves (1 + K) rows for each token.  slot_of_row_R may be null where no row is padding.
 template <typename T, int kWidth, int kChoices>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     dispatch_rows(const T* __restrict__ x_TD, const int* __restrict__ row_of_TK, const int* __restrict__ slot_of_row_R,
                   T* __restrict__ rows_RD, i64 num_tokens, i64 num_rows, int top_k, i64 width) {
   using A = Access<T, kWidth>;
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads)
 // y[t] = sum over k of weight[t, k] * rows[row_of[t, k]], k ascending, in fp32.  weights_TK may be null (all ones).
 // Moves (K + 1) rows for each token.  All loads of a thread are issued before the first addition.
 template <typename T, int kWidth, int kChoices>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     combine_rows(const T* __restrict__ rows_RD, const int* __restrict__ row_of_TK,
                  const float* __restrict__ weights_TK, T* __restrict__ y_TD, i64 num_tokens, int top_k, i64 width) {
   using A = Access<T, kWidth>;
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads)
 //   grad_rows[row_of[t, k]] = weight[t, k] * grad_y[t],   grad_weights[t, k] = <grad_y[t], rows[row_of[t, k]]>.
 // Moves (1 + 2 K) rows for each token.  X is a multiple of 32, so that a warp never spans two tokens.
 template <typename T, int kWidth, int kChoices>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     combine_rows_backward(const T* __restrict__ grad_y_TD, const T* __restrict__ rows_RD,
                           const int* __restrict__ row_of_TK, const float* __restrict__ weights_TK,
                           const int* __restrict__ slot_of_row_R, T* __restrict__ grad_rows_RD,

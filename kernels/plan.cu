@@ -40,7 +40,7 @@ __device__ __forceinline__ i64 first_position(int warp, int lane) {
 }
 
 // Choices of each expert, of any order: int64 [E], zero before.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     histogram(const i64* __restrict__ ids_N, u64* __restrict__ counts_E, i64 num_choices, int num_experts) {
   MOEFLOW_DYNAMIC_SHARED(u32, counters);
   for (int e = threadIdx.x; e < num_experts; e += kThreads) counters[e] = 0;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <bool kChoiceMajor>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     count_choices(const i64* __restrict__ ids_TK, int* __restrict__ tile_starts, i64 num_tokens, int top_k,
                   int num_experts) {
   MOEFLOW_DYNAMIC_SHARED(u32, counters);
@@ -80,10 +80,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // One block of 1024 threads.  `columns` is the power of two from num_experts up: 1024 / columns threads share the tiles of
-// an expert.  Segments of experts start at multiples of `pad` rows.
+// an expert.  Segments of experts start at multiples of `pad` rows, or each has `fixed_rows` rows where that is not 0.
 __global__ void __launch_bounds__(kScanThreads)
     scan_tiles(int* __restrict__ tile_starts, i64* __restrict__ counts_E, int* __restrict__ offsets_E1, int num_tiles,
-               int num_experts, int columns, int pad) {
+               int num_experts, int columns, int pad, int fixed_rows) {
   static __shared__ u32 partial[kScanThreads];
   static __shared__ u32 warp_total[32];
   const int thread = threadIdx.x, expert = thread % columns, part = thread / columns;
@@ -102,7 +102,8 @@ __global__ void __launch_bounds__(kScanThreads)
   if (thread < num_experts) {
     for (int p = 0; p < num_parts; ++p) total += partial[p * columns + thread];
   }
-  const u32 rows = (total + pad - 1) / pad * pad;
+  if (fixed_rows > 0 && total > static_cast<u32>(fixed_rows)) trap("an expert has more choices than rows");
+  const u32 rows = thread >= num_experts ? 0 : fixed_rows > 0 ? fixed_rows : (total + pad - 1) / pad * pad;
   const u32 before_in_warp = warp_sum_before(rows);
   if (thread % 32 == 31) warp_total[thread / 32] = before_in_warp + rows;
   __syncthreads();
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(kScanThreads)
 // With kLimit: kept_TK[slot] = id where fewer than `capacity` choices of the expert came earlier, else -1.
 // Without: row_of_TK[slot] = row and slot_of_row_R[row] = slot; the num_rows - N rows that no choice takes get -1.
 template <bool kChoiceMajor, bool kLimit>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     place_choices(const i64* __restrict__ ids_TK, const int* __restrict__ tile_starts,
                   const i64* __restrict__ counts_E, const int* __restrict__ offsets_E1, int* __restrict__ row_of_TK,
                   int* __restrict__ slot_of_row_R, i64* __restrict__ kept_TK, i64 num_tokens, int top_k,
@@ -201,7 +202,7 @@ __global__ void __launch_bounds__(kThreads)
 // Keeps the `capacity` choices of the highest priority of each expert; of equal ones those that come first in
 // slot_of_row_R (order of rows).  One block for each expert, which finds the lowest kept priority 8 bits at a time, and
 // then how many of that very priority still fit.  kept_TK is -1 before.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     keep_highest(const int* __restrict__ slot_of_row_R, const i64* __restrict__ counts_E,
                  const int* __restrict__ offsets_E1, const float* __restrict__ priority_TK, i64* __restrict__ kept_TK,
                  int num_experts, i64 capacity) {

@@ -40,6 +40,8 @@ __device__ __forceinline__ void trap(const char* what) {
 constexpr u32 kAllLanes = 0xffffffffu;
 constexpr int kThreads = 256;  // of every block here unless its kernel says otherwise
 constexpr int kWarps = kThreads / 32;
+// Blocks of a multiprocessor that registers must suffice for: few, or the compiler spills some to gain one block more.
+constexpr int kBlocks = 2;
 
 // 16-bit floats as they lie in memory; arithmetic is in fp32.
 struct bf16 {

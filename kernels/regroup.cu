@@ -38,7 +38,7 @@ __device__ __forceinline__ void sums_before(int* values, int count, u32* warp_to
 
 // kInverse takes rows from the experts' order back to the ranks'.
 template <int kBytes, bool kInverse>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     regroup_rows(const unsigned char* __restrict__ from, unsigned char* __restrict__ to,
                  const i64* __restrict__ counts_PE, i64 num_rows, int num_ranks, int num_experts, i64 row_bytes) {
   using Raw = typename RawOf<kBytes>::type;

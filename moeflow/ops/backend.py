@@ -7,15 +7,18 @@ otherwise.  The environment variable MOEFLOW_OPS or the configuration key `ops.b
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 
 import torch
 
 from moeflow.errors import ConfigError, did_you_mean
+from moeflow.logging import get_logger
 
 CHOICES = ("auto", "torch", "cupy")
-OPERATORS = ("top_k", "histogram", "make_plan", "dispatch", "combine", "grouped_mlp")
+OPERATORS = ("top_k", "histogram", "make_plan", "limit_by_capacity", "dispatch", "combine", "grouped_mlp")
+# What the kernels take beside the device: other dtypes (fp64, for gradient checks) and sizes run as plain torch.
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int64, torch.int32)
 
 _requested: str | None = None
 
@@ -48,23 +51,45 @@ def choose(operator: str, device_type: str) -> tuple[str, str]:
                 "leave ops.backend=auto, or run on a GPU",
             )
         return "torch", f"device is {device_type}"
-    if importlib.util.find_spec("moeflow.ops._cupy") is None or importlib.util.find_spec("cupy") is None:
-        if wanted == "cupy":
-            raise ConfigError("ops.backend=cupy: CuPy is not installed", "pip install 'moeflow[cuda12]'")
-        return "torch", "CuPy is not installed (pip install 'moeflow[cuda12]' or 'moeflow[cuda13]')"
     from moeflow.ops import _cupy
 
-    reason = _cupy.unavailable(operator)
+    reason = _cupy.unavailable()
     if reason is None:
         return "cupy", "asked for" if wanted == "cupy" else "CUDA device with CuPy"
     if wanted == "cupy":
         raise ConfigError(f"ops.backend=cupy: {reason}", "leave ops.backend=auto")
+    _warn(reason)
     return "torch", reason
 
 
-def use_cupy(operator: str, tensor: torch.Tensor) -> bool:
-    """Whether `operator` runs this project's CUDA kernel on `tensor`."""
-    return tensor.is_cuda and choose(operator, "cuda")[0] == "cupy"
+@functools.cache
+def _warn(reason: str) -> None:
+    get_logger(__name__).warning("the CUDA kernels are not used, plain torch is, which is slower: %s", reason)
+
+
+def use_cupy(operator: str, tensor: torch.Tensor, num_experts: int | None = None, k: int | None = None) -> bool:
+    """Whether `operator` runs this project's CUDA kernel on `tensor`.
+
+    Args:
+        operator: one of OPERATORS.
+        tensor: its first argument.
+        num_experts: E, for the operators that depend on it.
+        k: choices per token, for top_k.
+    """
+    if not tensor.is_cuda or choose(operator, "cuda")[0] != "cupy":
+        return False
+    return fits(tensor, num_experts, k)
+
+
+def fits(tensor: torch.Tensor, num_experts: int | None = None, k: int | None = None) -> bool:
+    """Whether the kernels take a tensor's dtype, and these sizes."""
+    if tensor.dtype not in (_FLOATS if tensor.is_floating_point() else _INTEGERS):
+        return False
+    if num_experts is None:
+        return True
+    from moeflow.ops import kernel_calls
+
+    return kernel_calls.plan_fits(num_experts) if k is None else kernel_calls.gate_fits(num_experts, k)
 
 
 def describe(device_type: str) -> list[tuple[str, str, str]]:

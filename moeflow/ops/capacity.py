@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from moeflow.ops import backend
 from moeflow.ops.plan import histogram
 
 
@@ -40,6 +41,14 @@ def limit_by_capacity(
         ids [T, K] of the same dtype; the same for the same input, whatever the device.
     """
     num_tokens, top_k = ids_TK.shape
+    if policy != "random" and backend.use_cupy("limit_by_capacity", ids_TK, num_experts):
+        from moeflow.ops import kernel_calls
+
+        chosen_TK = None if policy == "position" else priority_TK
+        if chosen_TK is not None:
+            chosen_TK = chosen_TK.detach().to(torch.float32).contiguous()
+        kept_TK = kernel_calls.limit_by_capacity(ids_TK.to(torch.int64).contiguous(), num_experts, capacity, chosen_TK)
+        return kept_TK.to(ids_TK.dtype)
     # Choice-major order, which "position" keeps and the other policies start from.
     ids_N = ids_TK.t().reshape(-1)
     if policy == "position":

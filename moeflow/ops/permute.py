@@ -88,9 +88,9 @@ def weighted_gather(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | Non
 @torch.library.custom_op("moeflow::dispatch", mutates_args=())
 def _dispatch(x_TD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: bool) -> Tensor:
     if backend.use_cupy("dispatch", x_TD):
-        from moeflow.ops import _cupy
+        from moeflow.ops import kernel_calls
 
-        return _cupy.dispatch(x_TD, row_of_TK, slot_of_row_R, padded)
+        return kernel_calls.dispatch(x_TD.contiguous(), row_of_TK, slot_of_row_R, padded)
     return _rows_of_tokens(x_TD, row_of_TK.shape[1], slot_of_row_R, padded)
 
 
@@ -124,9 +124,9 @@ _dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
 @torch.library.custom_op("moeflow::gather_sum", mutates_args=())
 def _gather_sum(rows_RD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: bool) -> Tensor:
     if backend.use_cupy("combine", rows_RD):
-        from moeflow.ops import _cupy
+        from moeflow.ops import kernel_calls
 
-        return _cupy.combine(rows_RD, row_of_TK, None)
+        return kernel_calls.combine(rows_RD.contiguous(), row_of_TK, None)
     return weighted_gather(rows_RD, row_of_TK, None)
 
 
@@ -145,9 +145,9 @@ _gather_sum.register_autograd(_gather_sum_backward, setup_context=_dispatch_setu
 @torch.library.custom_op("moeflow::combine", mutates_args=())
 def _combine(rows_RD: Tensor, weights_TK: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: bool) -> Tensor:
     if backend.use_cupy("combine", rows_RD):
-        from moeflow.ops import _cupy
+        from moeflow.ops import kernel_calls
 
-        return _cupy.combine(rows_RD, row_of_TK, weights_TK)
+        return kernel_calls.combine(rows_RD.contiguous(), row_of_TK, weights_TK)
     return weighted_gather(rows_RD, row_of_TK, weights_TK)
 
 
@@ -161,9 +161,11 @@ def _combine_backward(
     grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: bool
 ) -> tuple[Tensor, Tensor]:
     if backend.use_cupy("combine", rows_RD):
-        from moeflow.ops import _cupy
+        from moeflow.ops import kernel_calls
 
-        return _cupy.combine_backward(grad_TD, rows_RD, weights_TK, row_of_TK, slot_of_row_R, padded)
+        return kernel_calls.combine_backward(
+            grad_TD, rows_RD.contiguous(), weights_TK, row_of_TK, slot_of_row_R, padded
+        )
     dtype = _wide(rows_RD.dtype)
     grad_of_row_RD = _rows_of_tokens(grad_TD, row_of_TK.shape[1], slot_of_row_R, padded).to(dtype)
     dot_R = (grad_of_row_RD * rows_RD).sum(dim=1, dtype=dtype)

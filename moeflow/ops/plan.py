@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moeflow.ops import backend
+
 
 @dataclass(frozen=True)
 class DispatchPlan:
@@ -71,6 +73,11 @@ def make_padded_plan(ids_TK: Tensor, num_experts: int, capacity: int) -> Dispatc
 
 @torch.library.custom_op("moeflow::make_padded_plan", mutates_args=())
 def _make_padded_plan(ids_TK: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
+    if capacity > 0 and backend.use_cupy("make_plan", ids_TK, num_experts):
+        from moeflow.ops import kernel_calls
+
+        made = kernel_calls.make_plan(ids_TK.to(torch.int64).contiguous(), num_experts, capacity=capacity)
+        return made.row_of_TK, made.slot_of_row_R
     bin_N = torch.where(ids_TK < 0, num_experts, ids_TK).reshape(-1).to(torch.int64)
     slots_N = torch.argsort(bin_N, stable=True)
     sorted_N = bin_N[slots_N]
@@ -97,6 +104,10 @@ def _(ids_TK: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("moeflow::histogram", mutates_args=())
 def _histogram(ids: Tensor, num_experts: int) -> Tensor:
+    if backend.use_cupy("histogram", ids, num_experts):
+        from moeflow.ops import kernel_calls
+
+        return kernel_calls.histogram(ids.to(torch.int64).contiguous(), num_experts)
     # Dropped choices are counted in one bin more, which is cut off: no boolean mask, hence no wait for the device.
     ids_N = torch.where(ids < 0, num_experts, ids).reshape(-1).to(torch.int64)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
@@ -110,6 +121,10 @@ def _(ids: Tensor, num_experts: int) -> Tensor:
 
 @torch.library.custom_op("moeflow::make_plan", mutates_args=())
 def _make_plan(ids_TK: Tensor, num_experts: int, may_drop: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if backend.use_cupy("make_plan", ids_TK, num_experts):
+        from moeflow.ops import kernel_calls
+
+        return kernel_calls.make_plan(ids_TK.to(torch.int64).contiguous(), num_experts, exact=may_drop)[:3]
     tokens_per_expert_E = _histogram(ids_TK, num_experts)
     ids_N = ids_TK.reshape(-1)
     num_rows = ids_N.numel()

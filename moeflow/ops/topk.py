@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moeflow.errors import ConfigError
+from moeflow.ops import backend
 
 
 def top_k(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -39,6 +40,10 @@ def top_k(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("moeflow::top_k", mutates_args=())
 def _top_k(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    if backend.use_cupy("top_k", scores_TE, scores_TE.shape[1], k):
+        from moeflow.ops import kernel_calls
+
+        return kernel_calls.top_k(scores_TE.contiguous(), k)
     # A chosen score becomes -inf; -inf scores of the input are lifted to the least finite value first, so that a
     # chosen expert is never chosen again.
     rest_TE = scores_TE.detach().clamp(min=torch.finfo(scores_TE.dtype).min)

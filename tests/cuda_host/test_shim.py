@@ -248,7 +248,7 @@ def test_faults_planted_in_permute(fault, monkeypatch):
     else:
         with pytest.raises(
             AssertionError,
-            match="another result|outside of every buffer|misaligned|wrong value",
+            match=r"another result|outside of every buffer|misaligned|wrong value",
         ):
             both()
 

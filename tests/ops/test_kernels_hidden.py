@@ -96,7 +96,7 @@ def test_unknown_activation_and_half_given_weights(monkeypatch):
     arena = Arena()
     with_engine(monkeypatch, arena)
     pre = arena.put(torch.ones(2, 8))
-    with pytest.raises(KernelError, match="'tanh'.*know relu"):
+    with pytest.raises(KernelError, match=r"'tanh'.*know relu"):
         kernel_calls.activation("tanh", pre)
     with pytest.raises(KernelError, match="both weights and slot_of_row"):
         kernel_calls.activation("relu", pre, arena.put(torch.ones(2)))

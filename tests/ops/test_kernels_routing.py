@@ -165,6 +165,28 @@ def test_plan(plan, choice_major, pad, monkeypatch):
     assert kernel_calls.histogram(ids_g, num_experts).tolist() == [len(queue) for queue in queues]
 
 
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: "T{}-K{}-E{}-{}".format(*p))
+def test_plan_with_fixed_rows(plan, monkeypatch):
+    num_tokens, top_k, num_experts, kind = plan
+    arena = Arena()
+    with_engine(monkeypatch, arena)
+    ids = random_ids(num_tokens, top_k, num_experts, kind)
+    ids_g = arena.put(ids, "ids")
+    most = int(torch.bincount(ids[ids >= 0], minlength=num_experts).max())
+    capacity = max(most, 1)
+    got = kernel_calls.make_plan(ids_g, num_experts, capacity=capacity)
+    want = []
+    for expert in range(num_experts):
+        slots = (ids.flatten() == expert).nonzero().flatten().tolist()
+        want += slots + [-1] * (capacity - len(slots))
+    assert got.slot_of_row_R.tolist() == want
+    row_of = {slot: row for row, slot in enumerate(want) if slot >= 0}
+    assert got.row_of_TK.flatten().tolist() == [row_of.get(slot, -1) for slot in range(ids.numel())]
+    if most > 1:
+        with pytest.raises(HostError, match="more choices than rows"):
+            kernel_calls.make_plan(ids_g, num_experts, capacity=most - 1)
+
+
 @pytest.mark.parametrize("policy", ["position", "priority", "ties"])
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: "T{}-K{}-E{}-{}".format(*p))
 def test_capacity(plan, policy, monkeypatch):

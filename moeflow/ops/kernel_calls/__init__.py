@@ -7,11 +7,13 @@ The kernels take fp32, bf16 and fp16, contiguous, and sum in fp32.  Nothing here
 from moeflow.ops.kernel_calls.hidden import activation, activation_backward
 from moeflow.ops.kernel_calls.routing import (
     Plan,
+    gate_fits,
     gate_topk,
     gate_topk_backward,
     histogram,
     limit_by_capacity,
     make_plan,
+    plan_fits,
     top_k,
 )
 from moeflow.ops.kernel_calls.rows import combine, combine_backward, dispatch, regroup
@@ -23,11 +25,13 @@ __all__ = [
     "combine",
     "combine_backward",
     "dispatch",
+    "gate_fits",
     "gate_topk",
     "gate_topk_backward",
     "histogram",
     "limit_by_capacity",
     "make_plan",
+    "plan_fits",
     "regroup",
     "top_k",
 ]

@@ -42,6 +42,7 @@ def require(
 
 
 def engine_for(tensor: Tensor) -> Engine:
+    """The engine, once the tensor is known to lie where kernels run."""
     chosen = engine()
     if tensor.device.type != chosen.device_type:
         raise KernelError(f"the kernels run on {chosen.device_type} tensors, and one is on {tensor.device}")

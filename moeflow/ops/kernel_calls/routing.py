@@ -50,8 +50,18 @@ def _shape_of_lane(num_experts: int, *tensors: Tensor) -> tuple[int, int]:
     return width, vectors
 
 
+def gate_fits(num_experts: int, k: int) -> bool:
+    """Whether the gate's kernels take these sizes."""
+    return num_experts <= MAX_GATE_EXPERTS and 1 <= k <= min(num_experts, MAX_TOP_K)
+
+
+def plan_fits(num_experts: int) -> bool:
+    """Whether the plan's kernels take this many experts."""
+    return 1 <= num_experts <= MAX_EXPERTS
+
+
 def _check_gate(num_experts: int, k: int) -> None:
-    if num_experts > MAX_GATE_EXPERTS or not 1 <= k <= min(num_experts, MAX_TOP_K):
+    if not gate_fits(num_experts, k):
         raise KernelError(
             f"{num_experts} experts, {k} choices: the gate's kernel takes up to {MAX_GATE_EXPERTS} experts and 1 to "
             f"{MAX_TOP_K} choices, no more than there are experts",
@@ -203,11 +213,13 @@ def histogram(ids: Tensor, num_experts: int) -> Tensor:
 
 
 def _check_experts(num_experts: int) -> None:
-    if not 1 <= num_experts <= MAX_EXPERTS:
+    if not plan_fits(num_experts):
         raise KernelError(f"{num_experts} experts: the plan's kernels take 1 to {MAX_EXPERTS}", "MOEFLOW_OPS=torch")
 
 
-def _order(run: Engine, ids_TK: Tensor, num_experts: int, choice_major: bool, pad: int) -> tuple[Tensor, Tensor, Tensor]:
+def _order(
+    run: Engine, ids_TK: Tensor, num_experts: int, choice_major: bool, pad: int, fixed_rows: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """(first row of each expert in each tile, tokens per expert, offsets of experts)."""
     _check_experts(num_experts)
     require("ids", ids_TK, None, INT64, (None, None))
@@ -243,6 +255,7 @@ def _order(run: Engine, ids_TK: Tensor, num_experts: int, choice_major: bool, pa
             np.int32(num_experts),
             np.int32(columns),
             np.int32(pad),
+            np.int32(fixed_rows),
         ),
     )
     return tile_starts, counts_E, offsets
@@ -283,7 +296,14 @@ def _place(
     )
 
 
-def make_plan(ids_TK: Tensor, num_experts: int, exact: bool = False, pad: int = 1, choice_major: bool = False) -> Plan:
+def make_plan(
+    ids_TK: Tensor,
+    num_experts: int,
+    exact: bool = False,
+    pad: int = 1,
+    capacity: int | None = None,
+    choice_major: bool = False,
+) -> Plan:
     """Order the choices by expert, and inside one expert by slot.
 
     Args:
@@ -292,12 +312,13 @@ def make_plan(ids_TK: Tensor, num_experts: int, exact: bool = False, pad: int = 
         exact: cut slot_of_row to the rows in use, for which the host waits for the device.  Otherwise R is what the
             shape alone allows: T * K, plus E * (pad - 1); rows not in use have slot -1, at the end.
         pad: each expert's rows start at a multiple of this (for grouped matrix products).
+        capacity: give each expert exactly so many rows, R = E * capacity; no expert may have more choices.
         choice_major: order inside one expert by choice first, then by token.
     """
     run = engine_for(ids_TK)
-    order = _order(run, ids_TK, num_experts, choice_major, pad)
+    order = _order(run, ids_TK, num_experts, choice_major, pad, capacity or 0)
     row_of_TK = run.empty(tuple(ids_TK.shape), dtype=torch.int32, device=ids_TK.device)
-    num_rows = ids_TK.numel() + num_experts * (pad - 1)
+    num_rows = ids_TK.numel() + num_experts * (pad - 1) if capacity is None else num_experts * capacity
     slot_of_row_R = run.empty((num_rows,), dtype=torch.int32, device=ids_TK.device)
     _place(run, ids_TK, num_experts, choice_major, order, (row_of_TK, slot_of_row_R), None, 0)
     _, counts_E, offsets = order
@@ -306,9 +327,7 @@ def make_plan(ids_TK: Tensor, num_experts: int, exact: bool = False, pad: int = 
     return Plan(counts_E, row_of_TK, slot_of_row_R, offsets)
 
 
-def limit_by_capacity(
-    ids_TK: Tensor, num_experts: int, capacity: int, priority_TK: Tensor | None = None
-) -> Tensor:
+def limit_by_capacity(ids_TK: Tensor, num_experts: int, capacity: int, priority_TK: Tensor | None = None) -> Tensor:
     """Replace by -1 the choices that find their expert full.
 
     Args:
