@@ -49,7 +49,7 @@ def banner(session: Session, run_dir: str | Path, resumed_step: int | None) -> l
 def _device(session: Session) -> str:
     if session.device.type == "cuda":
         return f"{session.device} ({torch.cuda.get_device_name(session.device)})"
-    return f"{session.device}, {torch.get_num_threads()} threads a process"
+    return f"{session.device.type}, {torch.get_num_threads()} threads a process"
 
 
 def _processes(world: int) -> str:

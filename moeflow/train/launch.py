@@ -82,6 +82,7 @@ def start_ranks(config: RunConfig, arguments: Sequence[str]) -> int:
             *("--multi_gpu", "--num_machines", "1", "--machine_rank", "0"),
             *("--num_processes", str(config.launch.processes)),
             *("--main_process_port", str(config.launch.port or _free_port())),
+            *("--num_cpu_threads_per_process", _threads(config)),
             *("--mixed_precision", "no", "--dynamo_backend", "no", "--module", WORKER),
             *arguments,
         ]
@@ -89,9 +90,6 @@ def start_ranks(config: RunConfig, arguments: Sequence[str]) -> int:
     # torchrun would print its own table about a failed rank, after the rank's own message.
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    # Without a value torchrun sets 1, and says so at length.
-    threads = config.launch.threads or max(1, len(os.sched_getaffinity(0)) // config.launch.processes)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if config.launch.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
     try:
@@ -102,6 +100,12 @@ def start_ranks(config: RunConfig, arguments: Sequence[str]) -> int:
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
+
+
+def _threads(config: RunConfig) -> str:
+    """OMP_NUM_THREADS of each rank: without one, torchrun sets 1 and says so at length."""
+    shared_out = max(1, len(os.sched_getaffinity(0)) // config.launch.processes)
+    return str(config.launch.threads or os.environ.get("OMP_NUM_THREADS") or shared_out)
 
 
 def _free_port() -> int:

@@ -38,7 +38,7 @@ def moe_metrics(model: nn.Module, topology: Topology) -> dict[str, float]:
 def _layer_metrics(stats: MoEStats, topology: Topology) -> dict[str, float]:
     """Of one layer, over the ranks of its stage."""
     stage = topology["stage"]
-    scalars = {name: loss for name, loss in sorted(stats.losses.items())}
+    scalars = dict(sorted(stats.losses.items()))
     if stats.entropy is not None:
         scalars["entropy"] = stats.entropy
     counts_E = stats.tokens_per_expert_E.double()

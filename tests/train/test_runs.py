@@ -1,0 +1,158 @@
+"""Whole runs: resumed exactly, the same on one process and two, stopped by signals, killed."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tests.distributed import run_scripts
+from tests.train.runs import TINY, environment, losses, moeflow, rows, summary, train
+
+
+def saved_tensors(folder, step):
+    """All tensors of a checkpoint, whole, whatever layout wrote it."""
+    path = folder / "checkpoints" / f"step_{step:08d}"
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    return tensors
+
+
+def assert_same_run(one, other, step):
+    assert rows(one) == rows(other)
+    first, second = saved_tensors(one, step), saved_tensors(other, step)
+    assert first.keys() == second.keys()
+    assert any(key.startswith("optimizer/") for key in first)
+    for key, value in first.items():
+        assert torch.equal(value, second[key]), key
+    assert {k: v for k, v in summary(one).items() if "time" not in k} == {
+        k: v for k, v in summary(other).items() if "time" not in k
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "stop"),
+    [
+        # An epoch has 6 steps: the stops lie in the middle of the first one, at the end of one, and in a later one.
+        ([], 4),
+        (["gate=noisy", "trainer.grad_accum=2"], 8),
+    ],
+    ids=["middle-of-epoch", "noise-accumulation-later-epoch"],
+)
+def test_a_resumed_run_equals_one_in_one_go(tmp_path, words, stop):
+    always = ["trainer.max_steps=14", "trainer.eval_every=5", "checkpoint.every=7", *words]
+    train(tmp_path / "whole", *always)
+    train(tmp_path / "parts", *always, f"trainer.stop_at={stop}")
+    assert summary(tmp_path / "parts")["status"] == "interrupted"
+    moeflow("resume", str(tmp_path / "parts"))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 14)
+
+
+@pytest.mark.distributed
+def test_one_process_and_two_with_ep_2_follow_the_same_losses(tmp_path):
+    always = ["trainer.max_steps=20", "optim.clip_norm=0.5", "gate.random_second=false", "gate.capacity_factor=null"]
+    always += ["gate.eval_capacity_factor=null"]
+    train(tmp_path / "one", *always)
+    train(tmp_path / "two", *always, "launch.processes=2", "parallel.ep=2")
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(one) == 20
+    torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=1e-5, atol=0)
+    # What two ranks wrote, one resumes, and the other way about.
+    moeflow("resume", str(tmp_path / "two"), "trainer.max_steps=24", "launch.processes=1", "parallel.ep=1")
+    moeflow("resume", str(tmp_path / "one"), "trainer.max_steps=24", "launch.processes=2", "parallel.ep=2")
+    torch.testing.assert_close(
+        torch.tensor(losses(tmp_path / "two")), torch.tensor(losses(tmp_path / "one")), rtol=1e-5, atol=0
+    )
+    # The evaluation of a checkpoint is that of the run's end.
+    shown = moeflow("eval", str(tmp_path / "two")).stdout
+    assert f"{summary(tmp_path / 'two')['eval/accuracy']:.4f}" in shown
+
+
+@pytest.mark.distributed
+def test_under_torchrun_nothing_is_spawned_and_one_folder_is_made(tmp_path):
+    words = ["train", "+recipe=cifar_tutorial_moe", *TINY, "parallel.ep=2", f"run.root={tmp_path}"]
+    done = run_scripts(["-m", "moeflow", *words, "trainer.max_steps=3"], 2, timeout=90)
+    (folder,) = (tmp_path / "cifar_tutorial_moe").iterdir()
+    assert len(losses(folder)) == 3
+    assert "processes  2, started by torchrun" in done[0].output
+    assert "step" not in done[1].output
+
+
+def started(folder, *words):
+    """A run that would take minutes, once it has logged its third step."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moeflow", "train", "+recipe=cifar_tutorial_moe", *TINY]
+        + ["launch.processes=1", "parallel.ep=1", "trainer.max_steps=100000", f"run.dir={folder}", *words],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 90
+    while not (folder / "metrics.jsonl").is_file() or len(rows(folder)) < 3:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number):
+    folder = tmp_path / "run"
+    process = started(folder)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in said
+    assert f"moeflow resume {folder}" in said
+    steps = [row["step"] for row in rows(folder) if "loss" in row]
+    assert summary(folder)["status"] == "interrupted"
+    assert summary(folder)["step"] == steps[-1]
+    moeflow("resume", str(folder), f"trainer.max_steps={steps[-1] + 2}")
+    assert [row["step"] for row in rows(folder) if "loss" in row] == list(range(1, steps[-1] + 3))
+
+
+def test_a_kill_leaves_the_last_good_checkpoint(tmp_path):
+    folder = tmp_path / "run"
+    process = started(folder, "checkpoint.every=1")
+    process.kill()
+    process.communicate()
+    saved = sorted((folder / "checkpoints").glob("step_????????"))
+    assert saved
+    last = int(saved[-1].name[5:])
+    done = moeflow("resume", str(folder), f"trainer.max_steps={last + 3}")
+    assert f"from step {last}" in done.stdout
+    assert [row["step"] for row in rows(folder) if "loss" in row] == list(range(1, last + 4))
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(tmp_path):
+    folder = tmp_path / "run"
+    train(folder, "trainer.max_steps=6", "checkpoint.every=3")
+    (shard,) = (folder / "checkpoints" / "step_00000006").glob("*.distcp")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    before = {path: path.stat().st_mtime_ns for path in (folder / "checkpoints").rglob("*")}
+    done = moeflow("resume", str(folder), "trainer.max_steps=8", check=False)
+    assert done.returncode == 2
+    assert shard.name in done.stderr
+    assert "3" in done.stderr.split("mend:")[1]
+    assert "Traceback" not in done.stderr
+    assert before == {path: path.stat().st_mtime_ns for path in (folder / "checkpoints").rglob("*")}
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_one_message(tmp_path):
+    done = train(tmp_path / "run", "optim.lr=1e30", "trainer.max_steps=50", "optim.clip_norm=null", check=False)
+    assert done.returncode == 4
+    assert "gradient norm is" in done.stderr
+    assert "Traceback" not in done.stderr
