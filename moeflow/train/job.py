@@ -16,6 +16,7 @@ from moeflow.train.banner import banner
 from moeflow.train.checkpoint import CheckpointStore
 from moeflow.train.evaluate import evaluate
 from moeflow.train.reporter import Reporter
+from moeflow.train.sample import sample_at_end
 from moeflow.train.session import Session, join, open_session
 from moeflow.train.signals import StopSignal
 from moeflow.train.snapshot import Snapshot
@@ -53,7 +54,8 @@ def train(config: RunConfig, run_dir: str | Path, resume: bool = False) -> dict[
                 summary = trainer.fit()
                 # Interrupted by a signal: the shell's convention.  A stop that was asked for beforehand is no failure.
                 summary["exit_code"] = 0 if trainer.stopped_by is None else 128 + trainer.stopped_by
-                reporter.end(summary)
+                sample = sample_at_end(session) if summary["status"] == "finished" else None
+                reporter.end(summary, sample)
             finally:
                 reporter.close()
                 store.close()
