@@ -25,9 +25,9 @@ def images(count: int, seed: int = 1) -> Tensor:
     return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
 
 
-def convolution(weights: dict[str, Tensor], name: str, x: Tensor, groups: int, stride: int = 1) -> Tensor:
+def convolution(weights: dict[str, Tensor], name: str, x: Tensor, groups: int) -> Tensor:
     x = functional.group_norm(x, groups, weights[f"{name}.norm.weight"], weights[f"{name}.norm.bias"])
-    return functional.conv2d(x * torch.sigmoid(x), weights[f"{name}.conv.weight"], stride=stride, padding=1)
+    return functional.conv2d(x * torch.sigmoid(x), weights[f"{name}.conv.weight"], padding=1)
 
 
 def token_block(block: TokenBlock, x: Tensor) -> Tensor:
@@ -47,12 +47,13 @@ def written_out(model: ConvNet, x: Tensor) -> Tensor:
     weights = dict(model.named_parameters())
     x = functional.conv2d(x, weights["stem.weight"], weights["stem.bias"], stride=2, padding=1)
     x = x + convolution(weights, "blocks.0.body", x, groups=1)
-    x = convolution(weights, "blocks.1", x, groups=1, stride=2)
+    x = convolution(weights, "blocks.1.body", x, groups=1)
+    x = torch.stack([x[:, :, i::2, j::2] for i in (0, 1) for j in (0, 1)]).amax(0)
     x = x + convolution(weights, "blocks.2.body", x, groups=2)
     x = token_block(model.blocks["3"], x)
     x = x + convolution(weights, "blocks.4.body", x, groups=2)
     x = token_block(model.blocks["5"], x)
-    pooled = x.flatten(2).mean(2)
+    pooled = x.flatten(2).amax(2)
     return model.head(functional.layer_norm(pooled, (32,), weights["norm.weight"], weights["norm.bias"]))
 
 

@@ -20,10 +20,10 @@ def convnet(num_experts: int, gate=None) -> nn.Module:
 def dense_convnet_flops() -> int:
     stem = 16 * 16 * 16 * 3 * 4 * 4
     stage0 = 16 * 16 * 16 * 16 * 9
-    down = 8 * 8 * 32 * 16 * 9
+    transition = 16 * 16 * 32 * 16 * 9
     stage1 = 8 * 8 * 32 * 32 * 9
     mlp = 8 * 8 * 2 * 32 * 96
-    return 2 * (stem + stage0 + down + stage1 + mlp + 32 * 10)
+    return 2 * (stem + stage0 + transition + stage1 + mlp + 32 * 10)
 
 
 def test_convnet_by_hand():
