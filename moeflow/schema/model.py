@@ -23,9 +23,9 @@ class ConvNetConfig(ModelConfig):
     name: str = option("convnet", "model class")
     num_classes: int = option(10, "classes", minimum=2)
     widths: List[int] = option(
-        [48, 96, 192], "channels of each stage; each next one halves height and width", minimum=16
+        [32, 64, 128], "channels of each stage; each next one halves height and width", minimum=16
     )
-    depths: List[int] = option([1, 1, 1], "residual convolutions of each stage", minimum=0)
+    depths: List[int] = option([1, 1, 2], "residual convolutions of each stage", minimum=0)
     moe_stages: List[int] = option([2], "stages, from 0, whose residual convolutions are each followed by an MoE block")
     mlp_ratio: float = option(
         2.0, "hidden width of a dense MLP, or of a token's gate.top_k experts together, over the channels", above=0.0
