@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.distributed import LAUNCHER_VARIABLES, ROOT
@@ -21,6 +23,16 @@ for _name in [*LAUNCHER_VARIABLES, *(name for name in os.environ if name.startsw
         os.environ.pop(_name, None)
 
 import pytest  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _fresh_logging() -> Iterator[None]:
+    """A test that set up logging leaves a handler on its captured stderr, which is closed when the next one logs."""
+    yield
+    logger = logging.getLogger("moeflow")
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
 
 
 @pytest.fixture(scope="session")

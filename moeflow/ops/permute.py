@@ -8,6 +8,8 @@ gradient copies (and weights).  Sums run over k in a fixed order in fp32, so res
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -109,12 +111,12 @@ def _(x_TD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: bool) -> T
     return x_TD.new_empty(slot_of_row_R.shape[0], x_TD.shape[1])
 
 
-def _dispatch_setup(ctx, inputs, output) -> None:
+def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, row_of_TK, slot_of_row_R, ctx.padded = inputs
     ctx.save_for_backward(row_of_TK, slot_of_row_R)
 
 
-def _dispatch_backward(ctx, grad_rows_RD: Tensor):
+def _dispatch_backward(ctx: Any, grad_rows_RD: Tensor) -> Any:
     return _gather_sum(grad_rows_RD.contiguous(), *ctx.saved_tensors, ctx.padded), None, None, None
 
 
@@ -135,7 +137,7 @@ def _(rows_RD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: bool) -
     return rows_RD.new_empty(row_of_TK.shape[0], rows_RD.shape[1])
 
 
-def _gather_sum_backward(ctx, grad_TD: Tensor):
+def _gather_sum_backward(ctx: Any, grad_TD: Tensor) -> Any:
     return _dispatch(grad_TD.contiguous(), *ctx.saved_tensors, ctx.padded), None, None, None
 
 
@@ -186,12 +188,12 @@ def _(grad_TD, rows_RD, weights_TK, row_of_TK, slot_of_row_R, padded):
     return torch.empty_like(rows_RD), torch.empty_like(weights_TK)
 
 
-def _combine_setup(ctx, inputs, output) -> None:
+def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *tensors, ctx.padded = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _combine_grad(ctx, grad_TD: Tensor):
+def _combine_grad(ctx: Any, grad_TD: Tensor) -> Any:
     grads = _combine_backward(grad_TD.contiguous(), *ctx.saved_tensors, ctx.padded)
     return *grads, None, None, None
 
@@ -209,12 +211,12 @@ def _(rows_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
     return torch.empty_like(rows_RD)
 
 
-def _reorder_setup(ctx, inputs, output) -> None:
+def _reorder_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, order_R, inverse_R = inputs
     ctx.save_for_backward(inverse_R, order_R)
 
 
-def _reorder_backward(ctx, grad_RD: Tensor):
+def _reorder_backward(ctx: Any, grad_RD: Tensor) -> Any:
     return _reorder(grad_RD.contiguous(), *ctx.saved_tensors), None, None
 
 

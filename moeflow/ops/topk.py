@@ -8,6 +8,8 @@ equal scores go to the lowest expert id.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -62,13 +64,13 @@ def _(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores_TE.new_empty(shape), scores_TE.new_empty(shape, dtype=torch.int64)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     scores_TE, _ = inputs
     ctx.save_for_backward(output[1])
     ctx.num_experts = scores_TE.shape[1]
 
 
-def _backward(ctx, grad_values_TK: Tensor, grad_ids: Tensor | None):
+def _backward(ctx: Any, grad_values_TK: Tensor, grad_ids: Tensor | None) -> Any:
     (ids_TK,) = ctx.saved_tensors
     grad_TE = grad_values_TK.new_zeros(ids_TK.shape[0], ctx.num_experts)
     return grad_TE.scatter(1, ids_TK, grad_values_TK), None

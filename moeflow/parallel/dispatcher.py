@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeflow import ops
 from moeflow.parallel import collectives, regions
-from moeflow.parallel.topology import Group, Topology
+from moeflow.parallel.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class ConvNetConfig(ModelConfig):
 
 @dataclass(slots=True)
 class LeNetConfig(ModelConfig):
-    """LeNet-style network of FastMoE's multi-node tutorial: two 5x5 convolutions, an MoE layer 400 -> 84, a classifier."""
+    """LeNet-style network of FastMoE's multi-node tutorial: two 5x5 convolutions, an MoE layer 400 -> 84, logits."""
 
     name: str = option("lenet", "model class")
     num_experts: int = option(64, "experts of the MoE layer in all (32 on each of 2 workers)", minimum=0)

@@ -243,7 +243,7 @@ def open(path: str | os.PathLike[str]) -> RunDir:
         outer = next((parent for parent in folder.parents if (parent / CONFIG).is_file()), None)
         inner = list_runs(folder)
         mend = (
-            f"give the run folder itself: {outer or inner[0].path}"
+            f"give the run folder itself: {inner[0].path if inner else outer}"
             if outer or inner
             else "give a folder that moeflow train made"
         )

@@ -14,7 +14,6 @@ from moeflow.parallel.topology import Topology
 from moeflow.schema import ParallelConfig
 from tests.distributed import run_ranks
 
-
 LIMIT_S = 3.0
 
 

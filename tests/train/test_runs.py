@@ -90,8 +90,10 @@ def test_under_torchrun_nothing_is_spawned_and_one_folder_is_made(tmp_path):
 def started(folder, *words):
     """A run that would take minutes, once it has logged its third step."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "moeflow", "train", "+recipe=cifar_tutorial_moe", *TINY]
-        + ["launch.processes=1", "parallel.ep=1", "trainer.max_steps=100000", f"run.dir={folder}", *words],
+        [
+            *(sys.executable, "-m", "moeflow", "train", "+recipe=cifar_tutorial_moe", *TINY),
+            *("launch.processes=1", "parallel.ep=1", "trainer.max_steps=100000", f"run.dir={folder}", *words),
+        ],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
