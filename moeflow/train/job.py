@@ -23,9 +23,10 @@ from moeflow.train.snapshot import Snapshot
 from moeflow.train.trainer import Trainer
 
 CHECKPOINTS = "checkpoints"
+Summary = dict[str, Any]
 
 
-def train(config: RunConfig, run_dir: str | Path, resume: bool = False) -> dict[str, Any]:
+def train(config: RunConfig, run_dir: str | Path, resume: bool = False) -> Summary:
     """Train in this process; every rank of the run calls it.
 
     Args:
@@ -44,24 +45,31 @@ def train(config: RunConfig, run_dir: str | Path, resume: bool = False) -> dict[
         try:
             session = open_session(config, accelerator, topology)
             store = _store(run_dir, session)
-            step = store.latest() if resume else None
-            reporter = Reporter(config, run_dir, topology, step, session.data.source, session.task.unit)
             try:
-                trainer = Trainer(session, store, reporter, stop)
-                if step is not None:
-                    trainer.restore(step)
-                reporter.banner(banner(session, run_dir, step))
-                summary = trainer.fit()
-                # Interrupted by a signal: the shell's convention.  A stop that was asked for beforehand is no failure.
-                summary["exit_code"] = 0 if trainer.stopped_by is None else 128 + trainer.stopped_by
-                sample = sample_at_end(session) if summary["status"] == "finished" else None
-                reporter.end(summary, sample)
+                return _train(session, store, run_dir, resume, stop)
             finally:
-                reporter.close()
                 store.close()
-            return summary
         finally:
             leave()
+
+
+def _train(session: Session, store: CheckpointStore, run_dir: str | Path, resume: bool, stop: StopSignal) -> Summary:
+    trainer = Trainer(session, store, stop)
+    step = store.latest() if resume else None
+    if step is not None:
+        trainer.restore(step)
+    # After the checkpoint was found good: the reporter cuts what was logged after its step.
+    reporter = Reporter(session.config, run_dir, session.topology, step, session.data.source, session.task.unit)
+    try:
+        reporter.banner(banner(session, run_dir, step))
+        summary = trainer.fit(reporter)
+        # Interrupted by a signal: the shell's convention.  A stop that was asked for beforehand is no failure.
+        summary["exit_code"] = 0 if trainer.stopped_by is None else 128 + trainer.stopped_by
+        sample = sample_at_end(session) if summary["status"] == "finished" else None
+        reporter.end(summary, sample)
+    finally:
+        reporter.close()
+    return summary
 
 
 def evaluate_run(config: RunConfig, run_dir: str | Path, step: int | None = None) -> dict[str, Any]:

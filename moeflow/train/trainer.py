@@ -39,12 +39,11 @@ class Trainer:
     Args:
         session: this process's part of the run.
         store: where checkpoints go.
-        reporter: where numbers go; silent on all ranks but 0.
         stop: tells when the user or the scheduler wants the run to end.
     """
 
-    def __init__(self, session: Session, store: CheckpointStore, reporter: Reporter, stop: StopSignal):
-        self.session, self.store, self.reporter, self.stop = session, store, reporter, stop
+    def __init__(self, session: Session, store: CheckpointStore, stop: StopSignal):
+        self.session, self.store, self.stop = session, store, stop
         self.config: RunConfig = session.config
         self.accelerator, self.topology = session.accelerator, session.topology
         self.step = 0
@@ -82,8 +81,11 @@ class Trainer:
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
-    def fit(self) -> dict[str, Any]:
+    def fit(self, reporter: Reporter) -> dict[str, Any]:
         """Train to the last step, or until asked to stop.
+
+        Args:
+            reporter: where numbers go; silent on all ranks but 0.
 
         Returns:
             The summary: final metrics, and "status": "finished" or "interrupted".
@@ -95,23 +97,24 @@ class Trainer:
         last = trainer.max_steps if trainer.stop_at is None else min(trainer.stop_at, trainer.max_steps)
         batches = self._batches()
         self.model.train()
-        self.reporter.start()
+        reporter.start()
         while self.step < last:
             rate = self._learning_rate()
             output = self._train_step(batches)
             self.step += 1
-            logged = self._due(trainer.log_every) or self.step in (1, last)
+            # Not at a stop in between: a run in parts leaves the same rows as one in one go.
+            logged = self._due(trainer.log_every) or self.step in (1, trainer.max_steps)
             units = sum(map(self.session.task.num_units, output.batches))
-            self.reporter.progress(self.step, units, self._complete(rate, output) if logged else None)
+            reporter.progress(self.step, units, self._complete(rate, output) if logged else None)
             stopping = self._asked_to_stop()
             if not stopping and (self._due(trainer.eval_every) or self.step == trainer.max_steps):
-                self._evaluate()
+                self._evaluate(reporter)
             if stopping or self._due(self.config.checkpoint.every) or self.step == last:
                 self._save()
             if stopping:
                 break
         if self.step == trainer.max_steps and self.last_eval.get("step") != self.step:
-            self._evaluate()
+            self._evaluate(reporter)
         return self._summary()
 
     def _due(self, every: int) -> bool:
@@ -174,11 +177,11 @@ class Trainer:
             **moe_metrics(self.session.model, self.topology),
         }
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, reporter: Reporter) -> None:
         started = time.perf_counter()
         metrics = evaluate(self.session, self.stepper)
         self.last_eval = {**metrics, "step": self.step}
-        self.reporter.evaluation(self.step, metrics, time.perf_counter() - started)
+        reporter.evaluation(self.step, metrics, time.perf_counter() - started)
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank was sent a signal: all of them then stop, after the same step."""

@@ -44,7 +44,7 @@ def assert_same_run(one, other, step):
     [
         # An epoch has 6 steps: the stops lie in the middle of the first one, at the end of one, and in a later one.
         ([], 4),
-        (["gate=noisy", "trainer.grad_accum=2"], 8),
+        (["gate=noisy", "trainer.grad_accum=2", "trainer.log_every=3"], 8),
     ],
     ids=["middle-of-epoch", "noise-accumulation-later-epoch"],
 )
@@ -55,6 +55,16 @@ def test_a_resumed_run_equals_one_in_one_go(tmp_path, words, stop):
     assert summary(tmp_path / "parts")["status"] == "interrupted"
     moeflow("resume", str(tmp_path / "parts"))
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 14)
+
+
+@pytest.mark.distributed
+def test_cifar_moe_on_one_process_and_on_two_with_ep_2(tmp_path):
+    always = ["trainer.max_steps=20", "optim.clip_norm=0.5"]
+    train(tmp_path / "one", *always, recipe="cifar_moe")
+    train(tmp_path / "two", *always, "launch.processes=2", "parallel.ep=2", recipe="cifar_moe")
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(one) == 20
+    torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=1e-5, atol=0)
 
 
 @pytest.mark.distributed
