@@ -7,46 +7,51 @@ A gated activation (GLU, arXiv:2002.05202) takes both halves of the hidden layer
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from moeflow.errors import ConfigError, did_you_mean
 
-Function = Callable[[Tensor], Tensor]
-Derivative = Callable[[Tensor, Tensor], Tensor]
+_aten = torch.ops.aten
+
+# Plain functions, the same with a tensor to write to, and derivatives that are written over the gradient.
+_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": _aten.relu.default,
+    "gelu": functools.partial(_aten.gelu.default, approximate="none"),
+    "gelu_tanh": functools.partial(_aten.gelu.default, approximate="tanh"),
+    "silu": _aten.silu.default,
+}
+_INTO: dict[str, Callable[..., Tensor]] = {
+    "relu": _aten.relu.out,
+    "gelu": functools.partial(_aten.gelu.out, approximate="none"),
+    "gelu_tanh": functools.partial(_aten.gelu.out, approximate="tanh"),
+    "silu": _aten.silu.out,
+}
 
 
 def _relu_grad(grad: Tensor, pre: Tensor) -> Tensor:
-    return torch.ops.aten.threshold_backward(grad, pre, 0)
+    return _aten.threshold_backward.grad_input(grad, pre, 0, grad_input=grad)
 
 
-def _gelu_grad(grad: Tensor, pre: Tensor) -> Tensor:
-    return torch.ops.aten.gelu_backward(grad, pre, approximate="none")
-
-
-def _gelu_tanh(pre: Tensor) -> Tensor:
-    return functional.gelu(pre, approximate="tanh")
-
-
-def _gelu_tanh_grad(grad: Tensor, pre: Tensor) -> Tensor:
-    return torch.ops.aten.gelu_backward(grad, pre, approximate="tanh")
+def _gelu_grad(grad: Tensor, pre: Tensor, approximate: str = "none") -> Tensor:
+    return _aten.gelu_backward.grad_input(grad, pre, approximate=approximate, grad_input=grad)
 
 
 def _silu_grad(grad: Tensor, pre: Tensor) -> Tensor:
-    return torch.ops.aten.silu_backward(grad, pre)
+    return _aten.silu_backward.grad_input(grad, pre, grad_input=grad)
 
 
-_POINTWISE: dict[str, tuple[Function, Derivative]] = {
-    "relu": (functional.relu, _relu_grad),
-    "gelu": (functional.gelu, _gelu_grad),
-    "gelu_tanh": (_gelu_tanh, _gelu_tanh_grad),
-    "silu": (functional.silu, _silu_grad),
+_DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "relu": _relu_grad,
+    "gelu": _gelu_grad,
+    "gelu_tanh": functools.partial(_gelu_grad, approximate="tanh"),
+    "silu": _silu_grad,
 }
 _GATED = {"reglu": "relu", "geglu": "gelu", "swiglu": "silu"}
-NAMES = (*_POINTWISE, *_GATED)
+NAMES = (*_PLAIN, *_GATED)
 
 
 def check(name: str) -> str:
@@ -63,32 +68,41 @@ def is_gated(name: str) -> bool:
     return name in _GATED
 
 
-def pointwise(name: str) -> tuple[Function, Derivative]:
-    """Return (f, (grad, pre) -> grad * f'(pre)) of an activation, or of the gate of a gated one."""
-    return _POINTWISE[_GATED.get(name, name)]
-
-
-def forward(name: str, pre: Tensor) -> Tensor:
+def forward(name: str, pre: Tensor, out: Tensor | None = None) -> Tensor:
     """Apply an activation.
 
     Args:
         name: one of NAMES.
         pre: [R, F], or [R, 2, F] (gate, up) for a gated one.
+        out: [R, F] to write to, where no gradient is wanted; None takes new memory.
 
     Returns:
         [R, F].
     """
-    function, _ = pointwise(name)
-    return function(pre[:, 0]) * pre[:, 1] if is_gated(name) else function(pre)
+    pointwise = _GATED.get(name, name)
+    pre_RF = pre[:, 0] if is_gated(name) else pre
+    if out is None:
+        hidden_RF = _PLAIN[pointwise](pre_RF)
+        return hidden_RF * pre[:, 1] if is_gated(name) else hidden_RF
+    _INTO[pointwise](pre_RF, out=out)
+    return out.mul_(pre[:, 1]) if is_gated(name) else out
 
 
-def backward(name: str, grad_RF: Tensor, pre: Tensor) -> Tensor:
-    """Gradient of `forward` with respect to `pre`, in the shape of `pre`."""
-    function, derivative = pointwise(name)
+def backward(name: str, grad_RF: Tensor, pre: Tensor, out: Tensor | None = None) -> Tensor:
+    """Gradient of `forward` with respect to `pre`, in the shape of `pre`.
+
+    Args:
+        name: one of NAMES.
+        grad_RF: [R, F], gradient of the result; overwritten.
+        pre: as in `forward`.
+        out: of the shape of `pre`, to write to where the activation is gated; None takes new memory.
+    """
+    pointwise = _GATED.get(name, name)
+    derivative = _DERIVATIVES[pointwise]
     if not is_gated(name):
         return derivative(grad_RF, pre)
     gate_RF, up_RF = pre[:, 0], pre[:, 1]
-    grad_pre = torch.empty_like(pre)
-    grad_pre[:, 0] = derivative(grad_RF * up_RF, gate_RF)
-    torch.mul(grad_RF, function(gate_RF), out=grad_pre[:, 1])
+    grad_pre = torch.empty_like(pre) if out is None else out
+    _INTO[pointwise](gate_RF, out=grad_pre[:, 1]).mul_(grad_RF)
+    grad_pre[:, 0] = derivative(grad_RF.mul_(up_RF), gate_RF)
     return grad_pre

@@ -1,7 +1,8 @@
 """Which implementation an operator uses, decided in one place and said aloud.
 
 `auto` takes the CUDA kernels when the tensor is on a CUDA device and CuPy can compile for it, and plain torch
-otherwise.  The environment variable MOEFLOW_OPS or the configuration key `ops.backend` overrides the choice.
+otherwise.  The environment variable MOEFLOW_OPS or the configuration key `ops.backend` overrides the choice.  The
+products of the experts are torch's on every device, by its grouped kernel or by a loop over experts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from moeflow.errors import ConfigError, did_you_mean
 from moeflow.logging import get_logger
 
 CHOICES = ("auto", "torch", "cupy")
-OPERATORS = ("top_k", "histogram", "make_plan", "limit_by_capacity", "dispatch", "combine", "grouped_mlp")
+OPERATORS = (
+    "top_k",
+    "histogram",
+    "make_plan",
+    "limit_by_capacity",
+    "dispatch",
+    "combine",
+    "activation",
+    "grouped_mlp",
+)
 # What the kernels take beside the device: other dtypes (fp64, for gradient checks) and sizes run as plain torch.
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32)
@@ -40,7 +50,12 @@ def _checked(backend: str, origin: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def choose(operator: str, device_type: str) -> tuple[str, str]:
-    """Return (implementation, reason) of `operator` on a device type: implementation is "torch" or "cupy"."""
+    """Return (implementation, reason) of `operator` on a device type.
+
+    The implementation is "torch" or "cupy"; of grouped_mlp on a CUDA device it is "grouped_mm" or "loop".
+    """
+    if operator == "grouped_mlp" and device_type == "cuda":
+        return _products()
     wanted = _requested or _checked(os.environ.get("MOEFLOW_OPS") or "auto", "MOEFLOW_OPS")
     if wanted == "torch":
         return "torch", "asked for"
@@ -60,6 +75,25 @@ def choose(operator: str, device_type: str) -> tuple[str, str]:
         raise ConfigError(f"ops.backend=cupy: {reason}", "leave ops.backend=auto")
     _warn(reason)
     return "torch", reason
+
+
+def _products() -> tuple[str, str]:
+    """How the experts' matrices are multiplied on CUDA devices, and why."""
+    name = next((n for n in ("torch.nn.functional.grouped_mm", "torch._grouped_mm") if _exists(n)), None)
+    if name is None:
+        return "loop", f"torch {torch.__version__} has no grouped_mm"
+    capability = torch.cuda.get_device_capability()
+    if capability < (9, 0):
+        # torch itself runs a loop there, which waits for the device as ours does.
+        return "loop", f"{name} has no kernel for compute capability {capability[0]}.{capability[1]}, only from 9.0 on"
+    return "grouped_mm", f"{name} in bf16 where sizes are multiples of 8, else a loop over experts"
+
+
+def _exists(dotted: str) -> bool:
+    found: object = torch
+    for part in dotted.split(".")[1:]:
+        found = getattr(found, part, None)
+    return found is not None
 
 
 @functools.cache

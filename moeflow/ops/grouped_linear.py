@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeflow.ops import grouped_gemm
+
 
 def grouped_linear(rows_RI: Tensor, tokens_per_expert_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None) -> Tensor:
     """Return rows [R, O]: expert e maps its rows x to x weight[e]^T + bias[e].
@@ -30,21 +32,14 @@ def grouped_linear(rows_RI: Tensor, tokens_per_expert_E: Tensor, weight_EOI: Ten
     return _grouped_linear(rows_RI, tokens_per_expert_E, weight_EOI, bias_EO)
 
 
-def _bounds(tokens_per_expert_E: Tensor) -> list[tuple[int, int]]:
-    """(first row, last row + 1) of each expert."""
-    ends = torch.cumsum(tokens_per_expert_E, 0).tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
 @torch.library.custom_op("moeflow::grouped_linear", mutates_args=())
 def _grouped_linear(rows_RI: Tensor, tokens_per_expert_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None) -> Tensor:
-    out_RO = rows_RI.new_empty(rows_RI.shape[0], weight_EOI.shape[1])
-    for e, (lo, hi) in enumerate(_bounds(tokens_per_expert_E)):
-        if bias_EO is None:
-            torch.mm(rows_RI[lo:hi], weight_EOI[e].t(), out=out_RO[lo:hi])
-        else:
-            torch.addmm(bias_EO[e], rows_RI[lo:hi], weight_EOI[e].t(), out=out_RO[lo:hi])
-    return out_RO
+    of = _groups(rows_RI, tokens_per_expert_E, weight_EOI)
+    return grouped_gemm.linear(rows_RI, weight_EOI, bias_EO, of)
+
+
+def _groups(rows_RI: Tensor, tokens_per_expert_E: Tensor, weight_EOI: Tensor) -> grouped_gemm.Groups:
+    return grouped_gemm.groups(tokens_per_expert_E, rows_RI.shape[0], grouped_gemm.use_grouped(rows_RI, weight_EOI))
 
 
 @_grouped_linear.register_fake
@@ -56,16 +51,12 @@ def _(rows_RI, tokens_per_expert_E, weight_EOI, bias_EO):
 def _grouped_linear_backward(
     grad_RO: Tensor, rows_RI: Tensor, tokens_per_expert_E: Tensor, weight_EOI: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_rows_RI = torch.empty_like(rows_RI)
-    grad_weight_EOI = torch.empty_like(weight_EOI)
-    grad_bias_EO = rows_RI.new_zeros(weight_EOI.shape[:2] if has_bias else (0,))
-    for e, (lo, hi) in enumerate(_bounds(tokens_per_expert_E)):
-        # A product over no rows gives zeros: the gradient of an idle expert.
-        torch.mm(grad_RO[lo:hi].t(), rows_RI[lo:hi], out=grad_weight_EOI[e])
-        torch.mm(grad_RO[lo:hi], weight_EOI[e], out=grad_rows_RI[lo:hi])
-        if has_bias:
-            torch.sum(grad_RO[lo:hi], 0, out=grad_bias_EO[e])
-    return grad_rows_RI, grad_weight_EOI, grad_bias_EO
+    of = _groups(rows_RI, tokens_per_expert_E, weight_EOI)
+    return (
+        grouped_gemm.grad_rows(grad_RO, weight_EOI, of),
+        grouped_gemm.grad_weight(grad_RO, rows_RI, of),
+        grouped_gemm.grad_bias(grad_RO, of) if has_bias else rows_RI.new_empty(0),
+    )
 
 
 @_grouped_linear_backward.register_fake

@@ -4,7 +4,8 @@ Legend: R rows, D model, F ffn, E experts, O output width.
 
 On CPUs one expert is finished (first layer, activation, second layer) while its rows are in the cache, straight into
 one output; the same in the backward pass.  Indexing stacked weights under autograd would instead make a gradient of the
-full stack for every expert, which costs O(E^2).
+full stack for every expert, which costs O(E^2).  On other devices one layer of all experts is finished before the next,
+with one kernel for all experts where there is one (`grouped_gemm`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moeflow.ops import activation as act
+from moeflow.ops import backend, grouped_gemm, pool
 
 
 def grouped_mlp(
@@ -70,15 +72,24 @@ def _grouped_mlp(
     b_out_EO: Tensor | None,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
+    if not _one_expert_at_a_time(rows_RD):
+        return _layer_at_a_time(rows_RD, tokens_per_expert_E, w_in, b_in, w_out_EOF, b_out_EO, activation)
     num_rows, hidden = rows_RD.shape[0], w_in.shape[1:-1]
-    out_RO = rows_RD.new_empty(num_rows, w_out_EOF.shape[1])
-    pre = rows_RD.new_empty(num_rows, *hidden)
-    for e, lo, hi in _segments(tokens_per_expert_E, num_rows):
+    out_RO = pool.empty((num_rows, w_out_EOF.shape[1]), rows_RD)
+    pre = pool.empty((num_rows, *hidden), rows_RD)
+    segments = _segments(tokens_per_expert_E, num_rows)
+    scratch_RF = pool.empty((_longest(segments), hidden[-1]), rows_RD)
+    for e, lo, hi in segments:
         pre_e, out_e = pre[lo:hi], out_RO[lo:hi]
         _linear(rows_RD[lo:hi], w_in[e].flatten(0, -2), None if b_in is None else b_in[e].flatten(), pre_e.flatten(1))
-        hidden_e = act.forward(activation, pre_e)
+        hidden_e = act.forward(activation, pre_e, scratch_RF[: hi - lo])
         _linear(hidden_e, w_out_EOF[e], None if b_out_EO is None else b_out_EO[e], out_e)
     return out_RO, pre
+
+
+def _longest(segments: list[tuple[int, int, int]]) -> int:
+    """Rows of the busiest expert."""
+    return max((hi - lo for _, lo, hi in segments), default=0)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -106,18 +117,28 @@ def _grouped_mlp_backward(
     has_b_in: bool,
     has_b_out: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grad_rows_RD = torch.empty_like(rows_RD)
-    grad_w_in, grad_w_out = torch.empty_like(w_in), torch.empty_like(w_out_EOF)
+    if not _one_expert_at_a_time(rows_RD):
+        return _layer_at_a_time_backward(
+            grad_RO, rows_RD, pre, tokens_per_expert_E, w_in, w_out_EOF, activation, has_b_in, has_b_out
+        )
+    grad_rows_RD = pool.empty(rows_RD.shape, rows_RD)
+    grad_w_in, grad_w_out = pool.empty(w_in.shape, w_in), pool.empty(w_out_EOF.shape, w_out_EOF)
     grad_b_in = rows_RD.new_zeros(w_in.shape[:-1] if has_b_in else 0)
     grad_b_out = rows_RD.new_zeros(w_out_EOF.shape[:2] if has_b_out else 0)
     segments = _segments(tokens_per_expert_E, rows_RD.shape[0])
     for e in sorted(set(range(w_in.shape[0])) - {e for e, _, _ in segments}):
         grad_w_in[e].zero_()
         grad_w_out[e].zero_()
+    longest, gated = _longest(segments), act.is_gated(activation)
+    # One expert's hidden layer, and its gradient: the same memory for all experts, so that it stays in the cache.
+    hidden_RF = pool.empty((longest, w_in.shape[-2]), rows_RD)
+    scratch = pool.empty((longest, *pre.shape[1:]), rows_RD) if gated else None
     for e, lo, hi in segments:
         grad_e, x_e, pre_e = grad_RO[lo:hi], rows_RD[lo:hi], pre[lo:hi]
-        torch.mm(grad_e.t(), act.forward(activation, pre_e), out=grad_w_out[e])
-        grad_pre = act.backward(activation, torch.mm(grad_e, w_out_EOF[e]), pre_e).flatten(1)
+        hidden_e = hidden_RF[: hi - lo]
+        torch.mm(grad_e.t(), act.forward(activation, pre_e, hidden_e), out=grad_w_out[e])
+        torch.mm(grad_e, w_out_EOF[e], out=hidden_e)
+        grad_pre = act.backward(activation, hidden_e, pre_e, None if scratch is None else scratch[: hi - lo]).flatten(1)
         torch.mm(grad_pre.t(), x_e, out=grad_w_in[e].flatten(0, -2))
         torch.mm(grad_pre, w_in[e].flatten(0, -2), out=grad_rows_RD[lo:hi])
         if has_b_in:
@@ -142,9 +163,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     rows_RD, tokens_per_expert_E, w_in, b_in, w_out_EOF, b_out_EO, ctx.activation = inputs
     ctx.save_for_backward(rows_RD, output[1], tokens_per_expert_E, w_in, w_out_EOF)
     ctx.has_bias = b_in is not None, b_out_EO is not None
+    # Or torch would fill a gradient of the hidden layer, which nothing has used, with zeros.
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_RO: Tensor, grad_pre: Tensor | None) -> Any:
+def _backward(ctx: Any, grad_RO: Tensor | None, grad_pre: Tensor | None) -> Any:
+    if grad_RO is None:
+        return (None,) * 7
     has_b_in, has_b_out = ctx.has_bias
     saved = ctx.saved_tensors
     grad_rows, grad_w_in, grad_b_in, grad_w_out, grad_b_out = _grouped_mlp_backward(
@@ -162,3 +187,71 @@ def _backward(ctx: Any, grad_RO: Tensor, grad_pre: Tensor | None) -> Any:
 
 
 _grouped_mlp.register_autograd(_backward, setup_context=_setup_context)
+
+
+# --- on accelerators: one layer of all experts at a time ---
+
+
+def _one_expert_at_a_time(rows_RD: Tensor) -> bool:
+    return rows_RD.device.type == "cpu"
+
+
+def _layers(rows_RD: Tensor, tokens_per_expert_E: Tensor, w_in: Tensor, w_out_EOF: Tensor) -> Any:
+    """(groups of rows, first layer as [E, H, D], H the hidden width or both halves of it)."""
+    w_in_EHD = w_in.flatten(1, -2)
+    grouped = grouped_gemm.use_grouped(rows_RD, w_in, w_out_EOF)
+    return grouped_gemm.groups(tokens_per_expert_E, rows_RD.shape[0], grouped), w_in_EHD
+
+
+def _activate(activation: str, pre: Tensor) -> Tensor:
+    if backend.use_cupy("activation", pre):
+        from moeflow.ops import kernel_calls
+
+        return kernel_calls.activation(activation, pre)
+    return act.forward(activation, pre)
+
+
+def _activate_backward(activation: str, grad_RF: Tensor, pre: Tensor) -> Tensor:
+    if backend.use_cupy("activation", pre):
+        from moeflow.ops import kernel_calls
+
+        return kernel_calls.activation_backward(activation, grad_RF, pre)[0]
+    return act.backward(activation, grad_RF, pre)
+
+
+def _layer_at_a_time(
+    rows_RD: Tensor,
+    tokens_per_expert_E: Tensor,
+    w_in: Tensor,
+    b_in: Tensor | None,
+    w_out_EOF: Tensor,
+    b_out_EO: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    of, w_in_EHD = _layers(rows_RD, tokens_per_expert_E, w_in, w_out_EOF)
+    pre_RH = grouped_gemm.linear(rows_RD, w_in_EHD, None if b_in is None else b_in.flatten(1), of)
+    pre = pre_RH.view(rows_RD.shape[0], *w_in.shape[1:-1])
+    return grouped_gemm.linear(_activate(activation, pre), w_out_EOF, b_out_EO, of), pre
+
+
+def _layer_at_a_time_backward(
+    grad_RO: Tensor,
+    rows_RD: Tensor,
+    pre: Tensor,
+    tokens_per_expert_E: Tensor,
+    w_in: Tensor,
+    w_out_EOF: Tensor,
+    activation: str,
+    has_b_in: bool,
+    has_b_out: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    of, w_in_EHD = _layers(rows_RD, tokens_per_expert_E, w_in, w_out_EOF)
+    grad_w_out = grouped_gemm.grad_weight(grad_RO, _activate(activation, pre), of)
+    grad_pre = _activate_backward(activation, grouped_gemm.grad_rows(grad_RO, w_out_EOF, of), pre).flatten(1)
+    return (
+        grouped_gemm.grad_rows(grad_pre, w_in_EHD, of),
+        grouped_gemm.grad_weight(grad_pre, rows_RD, of).view_as(w_in),
+        grouped_gemm.grad_bias(grad_pre, of).view(w_in.shape[:-1]) if has_b_in else rows_RD.new_empty(0),
+        grad_w_out,
+        grouped_gemm.grad_bias(grad_RO, of) if has_b_out else rows_RD.new_empty(0),
+    )
