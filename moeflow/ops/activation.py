@@ -25,7 +25,7 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": _aten.silu.default,
 }
 _INTO: dict[str, Callable[..., Tensor]] = {
-    "relu": _aten.relu.out,
+    "relu": functools.partial(_aten.clamp_min.out, min=0),  # relu.out makes another tensor first, and copies
     "gelu": functools.partial(_aten.gelu.out, approximate="none"),
     "gelu_tanh": functools.partial(_aten.gelu.out, approximate="tanh"),
     "silu": _aten.silu.out,
@@ -66,6 +66,11 @@ def check(name: str) -> str:
 def is_gated(name: str) -> bool:
     """Whether the activation takes two halves."""
     return name in _GATED
+
+
+def keeps_output(name: str) -> bool:
+    """Whether the result is all that the derivative needs, so that it may be written over the input."""
+    return name == "relu"
 
 
 def forward(name: str, pre: Tensor, out: Tensor | None = None) -> Tensor:

@@ -78,11 +78,12 @@ def _grouped_mlp(
     out_RO = pool.empty((num_rows, w_out_EOF.shape[1]), rows_RD)
     pre = pool.empty((num_rows, *hidden), rows_RD)
     segments = _segments(tokens_per_expert_E, num_rows)
-    scratch_RF = pool.empty((_longest(segments), hidden[-1]), rows_RD)
+    in_place = act.keeps_output(activation)
+    scratch_RF = None if in_place else pool.empty((_longest(segments), hidden[-1]), rows_RD)
     for e, lo, hi in segments:
         pre_e, out_e = pre[lo:hi], out_RO[lo:hi]
         _linear(rows_RD[lo:hi], w_in[e].flatten(0, -2), None if b_in is None else b_in[e].flatten(), pre_e.flatten(1))
-        hidden_e = act.forward(activation, pre_e, scratch_RF[: hi - lo])
+        hidden_e = act.forward(activation, pre_e, pre_e if scratch_RF is None else scratch_RF[: hi - lo])
         _linear(hidden_e, w_out_EOF[e], None if b_out_EO is None else b_out_EO[e], out_e)
     return out_RO, pre
 
@@ -129,14 +130,14 @@ def _grouped_mlp_backward(
     for e in sorted(set(range(w_in.shape[0])) - {e for e, _, _ in segments}):
         grad_w_in[e].zero_()
         grad_w_out[e].zero_()
-    longest, gated = _longest(segments), act.is_gated(activation)
+    longest, gated, in_place = _longest(segments), act.is_gated(activation), act.keeps_output(activation)
     # One expert's hidden layer, and its gradient: the same memory for all experts, so that it stays in the cache.
     hidden_RF = pool.empty((longest, w_in.shape[-2]), rows_RD)
     scratch = pool.empty((longest, *pre.shape[1:]), rows_RD) if gated else None
     for e, lo, hi in segments:
         grad_e, x_e, pre_e = grad_RO[lo:hi], rows_RD[lo:hi], pre[lo:hi]
         hidden_e = hidden_RF[: hi - lo]
-        torch.mm(grad_e.t(), act.forward(activation, pre_e, hidden_e), out=grad_w_out[e])
+        torch.mm(grad_e.t(), pre_e if in_place else act.forward(activation, pre_e, hidden_e), out=grad_w_out[e])
         torch.mm(grad_e, w_out_EOF[e], out=hidden_e)
         grad_pre = act.backward(activation, hidden_e, pre_e, None if scratch is None else scratch[: hi - lo]).flatten(1)
         torch.mm(grad_pre.t(), x_e, out=grad_w_in[e].flatten(0, -2))

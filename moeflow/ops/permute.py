@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from moeflow.ops import backend
+from moeflow.ops import backend, pool
 from moeflow.ops.plan import DispatchPlan
+
+# Rows that are worked on at once on CPUs: with their gradient and product, a part of a core's second-level cache.
+_PIECE_BYTES = 2**18
 
 
 def dispatch(x_TD: Tensor, plan: DispatchPlan) -> Tensor:
@@ -87,6 +91,15 @@ def weighted_gather(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | Non
     return y_TD.to(out_dtype)
 
 
+def _gather(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None, padded: bool) -> Tensor:
+    """`weighted_gather`, in one pass over the rows where that is possible: on a CPU, when no choice was dropped."""
+    none_dropped = not padded and rows_RD.shape[0] == row_of_TK.numel() > 0
+    if not none_dropped or rows_RD.device.type != "cpu" or rows_RD.dtype not in (torch.float32, torch.float64):
+        return weighted_gather(rows_RD, row_of_TK, weights_TK)
+    weights_TK = None if weights_TK is None else weights_TK.to(rows_RD.dtype)
+    return functional.embedding_bag(row_of_TK, rows_RD.contiguous(), per_sample_weights=weights_TK, mode="sum")
+
+
 @torch.library.custom_op("moeflow::dispatch", mutates_args=())
 def _dispatch(x_TD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: bool) -> Tensor:
     if backend.use_cupy("dispatch", x_TD):
@@ -101,7 +114,8 @@ def _rows_of_tokens(x_TD: Tensor, top_k: int, slot_of_row_R: Tensor, padded: boo
     if x_TD.shape[0] == 0:
         return x_TD.new_zeros(slot_of_row_R.shape[0], x_TD.shape[1])
     if not padded:
-        return x_TD.index_select(0, slot_of_row_R // top_k)
+        rows_RD = pool.empty((slot_of_row_R.shape[0], x_TD.shape[1]), x_TD)
+        return torch.index_select(x_TD, 0, slot_of_row_R // top_k, out=rows_RD)
     rows_RD = x_TD.index_select(0, slot_of_row_R.clamp(min=0) // top_k)
     return rows_RD.masked_fill_((slot_of_row_R < 0)[:, None], 0)
 
@@ -129,7 +143,7 @@ def _gather_sum(rows_RD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padde
         from moeflow.ops import kernel_calls
 
         return kernel_calls.combine(rows_RD.contiguous(), row_of_TK, None)
-    return weighted_gather(rows_RD, row_of_TK, None)
+    return _gather(rows_RD, row_of_TK, None, padded)
 
 
 @_gather_sum.register_fake
@@ -150,7 +164,7 @@ def _combine(rows_RD: Tensor, weights_TK: Tensor, row_of_TK: Tensor, slot_of_row
         from moeflow.ops import kernel_calls
 
         return kernel_calls.combine(rows_RD.contiguous(), row_of_TK, weights_TK)
-    return weighted_gather(rows_RD, row_of_TK, weights_TK)
+    return _gather(rows_RD, row_of_TK, weights_TK, padded)
 
 
 @_combine.register_fake
@@ -169,6 +183,8 @@ def _combine_backward(
             grad_TD, rows_RD.contiguous(), weights_TK, row_of_TK, slot_of_row_R, padded
         )
     dtype = _wide(rows_RD.dtype)
+    if not padded and dtype == rows_RD.dtype == grad_TD.dtype and rows_RD.device.type == "cpu" and rows_RD.numel():
+        return _combine_backward_in_pieces(grad_TD, rows_RD, weights_TK, slot_of_row_R)
     grad_of_row_RD = _rows_of_tokens(grad_TD, row_of_TK.shape[1], slot_of_row_R, padded).to(dtype)
     dot_R = (grad_of_row_RD * rows_RD).sum(dim=1, dtype=dtype)
     # Padding rows read and write one entry more, which is cut off.
@@ -181,6 +197,26 @@ def _combine_backward(
     grad_rows_RD = grad_of_row_RD.mul_(weights_N.index_select(0, slots_R)[:, None])
     grad_weights_TK = grad_weights_N[:-1].view_as(weights_TK).to(weights_TK.dtype, copy=True)
     return grad_rows_RD.to(rows_RD.dtype), grad_weights_TK
+
+
+def _combine_backward_in_pieces(
+    grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, slot_of_row_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same, a few rows at a time, while they are in the cache: half the time of whole passes."""
+    num_rows, width = rows_RD.shape
+    slots_R = slot_of_row_R.to(torch.int64)
+    tokens_R = slots_R // weights_TK.shape[1]
+    weights_R1 = weights_TK.reshape(-1).to(rows_RD.dtype).index_select(0, slots_R)[:, None]
+    grad_rows_RD, dot_R = pool.empty(rows_RD.shape, rows_RD), rows_RD.new_empty(num_rows)
+    piece = max(1, _PIECE_BYTES // (width * rows_RD.element_size()))
+    product = rows_RD.new_empty(min(piece, num_rows), width)
+    for lo in range(0, num_rows, piece):
+        hi = min(lo + piece, num_rows)
+        grad_rows = torch.index_select(grad_TD, 0, tokens_R[lo:hi], out=grad_rows_RD[lo:hi])
+        torch.sum(torch.mul(grad_rows, rows_RD[lo:hi], out=product[: hi - lo]), 1, out=dot_R[lo:hi])
+        grad_rows.mul_(weights_R1[lo:hi])
+    grad_weights_N = rows_RD.new_zeros(weights_TK.numel()).index_copy_(0, slots_R, dot_R)
+    return grad_rows_RD, grad_weights_N.view_as(weights_TK).to(weights_TK.dtype)
 
 
 @_combine_backward.register_fake

@@ -78,12 +78,16 @@ def _exchange(group: Group, own: dict) -> dict[int, dict]:
     notes = {me: own}
     try:
         store = dist.PrefixStore("moeflow/failed", dist.distributed_c10d._get_default_store())
-        store.set(str(me), json.dumps(own))
+        store.set(f"note {me}", json.dumps(own))
         deadline = time.monotonic() + PATIENCE_S
         while len(notes) < group.size and time.monotonic() < deadline:
             for rank in group.ranks:
-                if rank not in notes and store.check([str(rank)]):
-                    notes[rank] = json.loads(store.get(str(rank)))
+                if rank not in notes and store.check([f"note {rank}"]):
+                    notes[rank] = json.loads(store.get(f"note {rank}"))
+            time.sleep(0.05)
+        # The store may live in this very process: the others have to read before it ends.
+        store.set(f"read {me}", "")
+        while not store.check([f"read {rank}" for rank in notes]) and time.monotonic() < deadline:
             time.sleep(0.05)
     except RuntimeError:
         # The store lived in a rank that has died; what this rank knows by itself still is worth saying.

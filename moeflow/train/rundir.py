@@ -268,8 +268,10 @@ def _new_folder(config: RunConfig) -> Path:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         while True:
-            stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-            path = parent / f"{stamp}-{secrets.token_hex(3)}"
+            now = time.time()
+            stamp = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(now))
+            # Names order runs by time, within a second too: five digits of it, and one that is drawn.
+            path = parent / f"{stamp}-{int(now % 1 * 16**5):05x}{secrets.randbelow(16):x}"
             try:
                 path.mkdir()
                 return path

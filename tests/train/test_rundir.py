@@ -262,3 +262,8 @@ def test_neither_torch_nor_hydra_is_imported() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
     )
     assert json.loads(done.stdout) == []
+
+
+def test_runs_of_one_second_are_in_the_order_of_their_making(tmp_path: Path):
+    made = [rundir.create(config_in(tmp_path), dump).path for _ in range(20)]
+    assert [run.path for run in rundir.list_runs(tmp_path / "some_recipe")] == made[::-1]
