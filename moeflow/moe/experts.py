@@ -162,12 +162,17 @@ class MLPExperts(Experts):
     def init_parameters(self, generator: Generators) -> None:
         for local in range(self.num_local):
             expert = self.first_expert + local
+            generators = generator("w_in", expert), generator("w_out", expert)
+            if self.w_out.shape[-1] == self.d_hidden:
+                self._draw(self.w_in[local], self.d_model, self.init_std, generators[0])
+                self._draw(self.w_out[local], self.d_hidden, self.out_init_std, generators[1])
+                continue
             # A slice of the hidden dimension is cut from the whole expert's values: the same on every layout.
             w_in = self.w_in.new_empty(*self.w_in.shape[1:-2], self.d_hidden, self.d_model)
-            self._draw(w_in, self.d_model, self.init_std, generator("w_in", expert))
+            self._draw(w_in, self.d_model, self.init_std, generators[0])
             self.w_in[local] = w_in[..., self.hidden_slice, :]
             w_out = self.w_out.new_empty(self.d_out, self.d_hidden)
-            self._draw(w_out, self.d_hidden, self.out_init_std, generator("w_out", expert))
+            self._draw(w_out, self.d_hidden, self.out_init_std, generators[1])
             self.w_out[local] = w_out[:, self.hidden_slice]
         for bias in (self.b_in, self.b_out):
             if bias is not None:

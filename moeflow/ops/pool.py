@@ -41,7 +41,9 @@ class Pool:
             return torch.empty(tuple(shape), dtype=dtype)
         block = self._take(nbytes)
         if block is None:
-            block = torch.empty(nbytes, dtype=torch.uint8)
+            # A little larger, so that next step's request, of a few rows more, fits; pages not written to cost nothing.
+            grain = 1 << (nbytes.bit_length() - 4)
+            block = torch.empty(-(-nbytes // grain) * grain, dtype=torch.uint8)
         loan = block.numpy()[:nbytes].view()
         weakref.finalize(loan, self._give_back, block).atexit = False
         return torch.from_numpy(loan).view(dtype).view(tuple(shape))
