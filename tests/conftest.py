@@ -35,6 +35,13 @@ def _fresh_logging() -> Iterator[None]:
     logger.propagate = True
 
 
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """What a test draws without a seed of its own does not depend on the tests before it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Folder with the real data that tests use and the repository does not carry; skips where it is absent."""
