@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+# Set on a leaf module inside a region that is not cut itself: each rank's gradient is that of its own part of the work.
+PARTIAL = "gradient_is_partial"
+
 
 @dataclass(frozen=True)
 class Region:

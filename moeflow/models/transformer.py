@@ -19,12 +19,14 @@ from torch.utils.checkpoint import checkpoint
 
 from moeflow.errors import ConfigError
 from moeflow.models.attention import Attention, KeyValueCache
+from moeflow.models.latent_attention import LatentAttention
 from moeflow.models.linear import Embedding, Linear
 from moeflow.models.lm_task import LanguageModelTask
 from moeflow.models.mlp import DenseMLP
 from moeflow.models.regions import Region, VocabularyRegion
 from moeflow.models.rotary import Rotary
 from moeflow.moe import MoELayer
+from moeflow.moe.shared import SharedExperts
 from moeflow.schema.gate import GateConfig
 from moeflow.schema.model import GPTConfig
 
@@ -62,9 +64,8 @@ class Block(nn.Module):
         std = config.init_std
         # Two branches a layer add to the residual stream; this keeps its variance at the depth of the model.
         out_std = std / math.sqrt(2 * config.num_layers)
-        kv_heads = config.num_kv_heads or config.num_heads
         self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.attention = Attention(config.d_model, config.num_heads, kv_heads, config.dropout, std, out_std)
+        self.attention = _attention(config, std, out_std)
         self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.mlp: DenseMLP | MoELayer
         if is_moe:
@@ -77,6 +78,7 @@ class Block(nn.Module):
                 bias=False,
                 init_std=std,
                 out_init_std=out_std,
+                shared=_shared(config, std, out_std),
             )
         else:
             self.mlp = DenseMLP(config.d_model, hidden_width(config), std, out_std)
@@ -98,6 +100,42 @@ class Block(nn.Module):
         else:
             y_BSD = self.mlp(y_BSD)
         return x_BSD + self.dropout(y_BSD)
+
+
+def _attention(config: GPTConfig, std: float, out_std: float) -> Attention | LatentAttention:
+    if config.attention == "mla":
+        return LatentAttention(
+            config.d_model,
+            config.num_heads,
+            config.mla_q_rank,
+            config.mla_kv_rank,
+            config.mla_nope_dim,
+            config.mla_rope_dim,
+            config.mla_value_dim,
+            config.dropout,
+            std,
+            out_std,
+        )
+    return Attention(
+        config.d_model,
+        config.num_heads,
+        config.num_kv_heads or config.num_heads,
+        config.dropout,
+        std,
+        out_std,
+        config.head_dim,
+        config.qkv_bias,
+        config.qk_norm,
+        config.norm_eps,
+    )
+
+
+def _shared(config: GPTConfig, std: float, out_std: float) -> SharedExperts | None:
+    if config.shared_hidden == 0:
+        return None
+    return SharedExperts(
+        DenseMLP(config.d_model, config.shared_hidden, std, out_std), config.d_model, config.shared_gate
+    )
 
 
 @dataclass(frozen=True)
@@ -145,10 +183,15 @@ class GPT(nn.Module):
         """What tensor parallelism can cut: attention by heads, dense MLPs, the vocabulary."""
         config = self.config
         assert config.vocab_size is not None
+        if config.qk_norm == "all" and config.attention == "gqa":
+            raise ConfigError(
+                "model.qk_norm=all: a norm over all heads is not one over the heads of a rank", "parallel.tp=1"
+            )
         regions: list[Region | VocabularyRegion] = []
         heads = {"model.num_heads": config.num_heads, "model.num_kv_heads": config.num_kv_heads or config.num_heads}
+        columns = ("q", "kv") if config.attention == "mla" else ("q", "k", "v")
         for layer, block in self.blocks.items():
-            regions.append(Region(f"blocks.{layer}.attention", ("q", "k", "v"), ("out",), heads))
+            regions.append(Region(f"blocks.{layer}.attention", columns, ("out",), heads))
             if isinstance(block.mlp, DenseMLP):
                 hidden = {"model.d_hidden": hidden_width(config)}
                 regions.append(Region(f"blocks.{layer}.mlp", ("gate", "up"), ("down",), hidden))
@@ -207,9 +250,9 @@ class GPT(nn.Module):
     def stage_costs(self) -> StageCosts:
         """Forward multiply-adds of a token in each block, and in the head; looking up an embedding costs nothing."""
         config = self.config
-        kv_heads = config.num_kv_heads or config.num_heads
-        attention = config.d_model**2 * (2 + 2 * kv_heads / config.num_heads)
-        mlp = 3 * config.d_model * hidden_width(config)
+        prefix = f"blocks.{next(iter(self.blocks))}.attention."
+        attention = sum(p.numel() for name, p in self.named_parameters() if name.startswith(prefix) and p.ndim == 2)
+        mlp = 3 * config.d_model * (hidden_width(config) + (config.shared_hidden if config.num_experts else 0))
         assert config.vocab_size is not None
         return StageCosts([attention + mlp] * config.num_layers, first=0.0, last=config.d_model * config.vocab_size)
 
@@ -229,7 +272,7 @@ class GPT(nn.Module):
 
 def is_moe_layer(config: GPTConfig, layer: int) -> bool:
     """Whether a layer's MLP is an MoE layer."""
-    return config.num_experts > 0 and layer % config.moe_every == config.moe_offset
+    return config.num_experts > 0 and layer >= config.first_dense and layer % config.moe_every == config.moe_offset
 
 
 def _known(tokens_BS: Tensor | None, x_BSD: Tensor) -> Tensor:
@@ -276,7 +319,32 @@ def _check(config: GPTConfig, gate: GateConfig) -> None:
         raise ConfigError(
             "model.vocab_size=null: the data have no vocabulary to take it from", "data=text, or model.vocab_size=256"
         )
-    if config.d_model % (2 * config.num_heads):
+    _check_heads(config)
+    if not 0 <= config.moe_offset < config.moe_every:
+        raise ConfigError(
+            f"model.moe_offset={config.moe_offset}: must be below model.moe_every={config.moe_every}",
+            f"model.moe_offset={config.moe_every - 1}",
+        )
+
+
+def _check_heads(config: GPTConfig) -> None:
+    if config.attention == "mla":
+        for key in ("head_dim", "num_kv_heads"):
+            if getattr(config, key) is not None:
+                raise ConfigError(f"model.{key} has no meaning with model.attention=mla", f"model.{key}=null")
+        if config.qkv_bias or config.qk_norm != "none":
+            raise ConfigError(
+                "model.qkv_bias and model.qk_norm have no meaning with model.attention=mla",
+                "model.qkv_bias=false model.qk_norm=none",
+            )
+    width = config.mla_rope_dim if config.attention == "mla" else config.head_dim
+    if width is not None and width % 2:
+        key = "mla_rope_dim" if config.attention == "mla" else "head_dim"
+        raise ConfigError(
+            f"model.{key}={width}: must be even, since rotary positions turn pairs of channels",
+            f"model.{key}={width + 1}",
+        )
+    if width is None and config.d_model % (2 * config.num_heads):
         raise ConfigError(
             f"model.d_model={config.d_model}: must be a multiple of 2 * model.num_heads = {2 * config.num_heads}, "
             "since rotary positions turn pairs of a head's channels",
@@ -286,9 +354,4 @@ def _check(config: GPTConfig, gate: GateConfig) -> None:
         raise ConfigError(
             f"model.num_kv_heads={config.num_kv_heads}: must divide model.num_heads={config.num_heads}",
             "model.num_kv_heads=null",
-        )
-    if not 0 <= config.moe_offset < config.moe_every:
-        raise ConfigError(
-            f"model.moe_offset={config.moe_offset}: must be below model.moe_every={config.moe_every}",
-            f"model.moe_offset={config.moe_every - 1}",
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from moeflow.errors import ConfigError
+from moeflow.models.regions import PARTIAL
 from moeflow.moe import Experts, MoELayer
 from moeflow.parallel.topology import Topology
 
@@ -60,7 +61,8 @@ def describe_sharding(model: nn.Module, topology: Topology, sequence_parallel: b
             if name in dims:
                 sharding[full] = ParameterSharding(shards={"tp": dims[name]})
             else:
-                sharding[full] = ParameterSharding(partial=("tp",) if tp > 1 and sequence_parallel else ())
+                is_partial = tp > 1 and (sequence_parallel or getattr(module, PARTIAL, False))
+                sharding[full] = ParameterSharding(partial=("tp",) if is_partial else ())
     for prefix, module in model.named_modules():
         if isinstance(module, MoELayer) and tp > 1:
             # Each tp rank routes its part of the tokens, so gradients of gate and shared experts are parts.

@@ -56,6 +56,19 @@ class GPTConfig(ModelConfig):
     num_kv_heads: Optional[int] = option(
         None, "heads of keys and values, each shared by several queries; null takes num_heads", minimum=1
     )
+    head_dim: Optional[int] = option(None, "width of one head; null takes d_model / num_heads", minimum=2)
+    attention: str = option("gqa", "grouped queries, or multi-head latent attention", choices=("gqa", "mla"))
+    qkv_bias: bool = option(False, "biases on queries, keys and values (Qwen2)")
+    qk_norm: str = option(
+        "none",
+        "RMSNorm of queries and keys: of each head (Qwen3), or over all heads (OLMoE)",
+        choices=("none", "head", "all"),
+    )
+    mla_q_rank: Optional[int] = option(None, "attention=mla: width queries pass through; null is direct", minimum=1)
+    mla_kv_rank: int = option(64, "attention=mla: width that keys and values are made from", minimum=1)
+    mla_nope_dim: int = option(32, "attention=mla: channels of a head without a position", minimum=1)
+    mla_rope_dim: int = option(16, "attention=mla: channels of a head that are turned by position", minimum=2)
+    mla_value_dim: int = option(32, "attention=mla: channels of a head's value", minimum=1)
     d_hidden: Optional[int] = option(
         None,
         "hidden width of a dense MLP, and of the gate.top_k experts of a token together; null takes 8/3 d_model",
@@ -66,6 +79,11 @@ class GPTConfig(ModelConfig):
     )
     moe_every: int = option(1, "one block in so many has an MoE layer", minimum=1)
     moe_offset: int = option(0, "number of the first block with an MoE layer, below moe_every", minimum=0)
+    first_dense: int = option(0, "blocks at the start that have a dense MLP in any case (DeepSeek)", minimum=0)
+    shared_hidden: int = option(
+        0, "hidden width of the experts that every token passes through, together; 0 has none", minimum=0
+    )
+    shared_gate: bool = option(False, "weigh the shared experts by a sigmoid gate (Qwen2-MoE)")
     tie_embeddings: bool = option(True, "one matrix for the embedding and the head")
     rope_theta: float = option(10000.0, "base of the rotary frequencies", above=0.0)
     norm_eps: float = option(1e-5, "epsilon of the norms", above=0.0)
