@@ -7,6 +7,7 @@ was waiting in.  It then looks for the others' notes for a moment.  A rank witho
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,13 +56,21 @@ def _explained(collective: str, group: Group, shape: tuple[int, ...], error: Run
     shapes = {rank: tuple(notes[rank]["shape"]) for rank in arrived if notes[rank]["shape"]}
     if len(set(shapes.values())) > 1 and collective in SAME_SHAPE:
         parts.append("shapes differ: " + ", ".join(f"rank {r} {s}" for r, s in shapes.items()))
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    mend = (
-        "see the output of the silent ranks; when they are only slow, raise launch.timeout_s"
-        if silent
-        else "the ranks' calls must match: check that all run the same configuration and code"
-    )
-    return CollectiveError("; ".join(parts) + f" ({reason})", mend)
+    return CollectiveError("; ".join(parts) + f" ({_reason(error)})", _mend(silent, elsewhere, shapes))
+
+
+def _reason(error: RuntimeError) -> str:
+    """The first line of torch's message, without the place in its sources and gloo's advice."""
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return re.sub(r"\[\S*?:\d+\] ?", "", first).partition(". This is typically")[0]
+
+
+def _mend(silent: list[int], elsewhere: dict[int, dict], shapes: dict[int, tuple[int, ...]]) -> str:
+    if silent:
+        return "see the output of the silent ranks; when they are only slow, raise launch.timeout_s"
+    if not elsewhere and len(set(shapes.values())) <= 1:
+        return "all of this group came, but one of them could not go on: its message says why"
+    return "the ranks' calls must match: check that all run the same configuration and code"
 
 
 # Collectives whose tensors have to be of one shape on all ranks.

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable, Sequence
 
 from moeflow.errors import LaunchError
+from moeflow.logging import get_logger
 from moeflow.parallel.environment import Launched
 from moeflow.parallel.rendezvous import agree
 from moeflow.schema import RunConfig
@@ -95,7 +97,11 @@ def start_ranks(config: RunConfig, arguments: Sequence[str]) -> int:
     try:
         multi_gpu_launcher(args)
     except ChildFailedError as failure:
-        _, first = failure.get_first_failure()
+        rank, first = failure.get_first_failure()
+        if first.exitcode < 0:
+            # A killed rank cannot tell by itself; the others only see that it is gone.
+            killer = signal.Signals(-first.exitcode).name
+            get_logger(__name__).error("rank %d was killed by %s, and the other ranks ended with it", rank, killer)
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     except SignalException as stopped:
         return 128 + int(stopped.sigval)

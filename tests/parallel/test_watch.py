@@ -76,3 +76,14 @@ def test_ranks_that_disagree_on_the_number_of_experts_are_told():
         assert "disagree on the shape of an MoE layer" in message
         assert "rank 0: {'experts': 4" in message
         assert "rank 1: {'experts': 6" in message
+
+
+def test_the_reason_is_short():
+    from moeflow.parallel import watch
+
+    long = (
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:4733. This is "
+    )
+    error = RuntimeError(long + "typically caused by a remote worker crashing.")
+    assert watch._reason(error) == "Connection closed by peer [10.0.0.1]:4733"
+    assert watch._reason(RuntimeError()) == "RuntimeError"
