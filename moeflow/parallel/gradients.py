@@ -5,8 +5,8 @@ Each rank's loss is the mean over its own samples.  So, with dp the data-paralle
     dense parameters    mean over the dp group
     expert parameters   sum over the edp group, divided by dp: an expert has already seen the tokens of its whole
                         expert-parallel group, and divided by edp its gradient would be ep times too large
-    partial gradients   summed first over the axes that hold the parts (tp for a gate, etp for an expert's output
-                        bias, the first and last stage for tied embeddings)
+    partial gradients   summed over the axes that hold the parts (tp for a gate, etp for an expert's output bias, the
+                        first and last stage for tied embeddings)
 
 The same rule stands in Megatron-LM and DeepSpeed (expert gradient scaling 1/dp).  Which ranks take part is decided by
 the layout alone, never by which gradients exist here: a parameter without a gradient takes part with zeros.
@@ -50,16 +50,24 @@ class Gradients:
         for parameter, _ in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for axis in ("tp", "etp", "ends"):
-            _reduce(_grads(p for p, s in self.parameters if axis in s.partial), self.topology[axis])
-        dense = _grads(p for p, s in self.parameters if not s.expert)
+        for axis in ("tp", "etp"):
+            self._sum_parts(axis)
+        dense = [(p, s) for p, s in self.parameters if not s.expert]
         experts = _grads(p for p, s in self.parameters if s.expert)
         dp = self.topology["dp"].size
-        _reduce(dense, self.topology["dp"], 1.0 / dp)
+        # Buckets apart from those of shards, whose sizes may differ between tp ranks: the order in which an all-reduce
+        # over more than two ranks adds depends on a value's place in the bucket, and replicas must stay bit-equal.
+        _reduce(_grads(p for p, s in dense if not s.shards), self.topology["dp"], 1.0 / dp)
+        _reduce(_grads(p for p, s in dense if s.shards), self.topology["dp"], 1.0 / dp)
+        # Last, for the same reason: two ranks add alike in either order, whatever their stages' buckets hold beside it.
+        self._sum_parts("ends")
         if self.expert_dp_comm == "world":
             _reduce(experts, self.topology["stage"], 1.0 / self.topology["stage"].size)
         else:
             _reduce(experts, self.topology["edp"] if self.expert_dp_comm == "dp" else None, 1.0 / dp)
+
+    def _sum_parts(self, axis: str) -> None:
+        _reduce(_grads(p for p, s in self.parameters if axis in s.partial), self.topology[axis])
 
     @torch.no_grad()
     def norm(self) -> Tensor:

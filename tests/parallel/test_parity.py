@@ -15,6 +15,7 @@ SAMPLE = [
     Case(4, {"ep": 2}),  # edp 2
     Case(4, {"pp": 2, "ep": 2, "pp_schedule": "gpipe"}),
     Case(8, {"pp": 2, "tp": 2, "ep": 2}),  # 1f1b, edp 2
+    Case(8, {"pp": 2, "etp": 2}),  # tied embeddings, whose gradients four ranks of each stage add
 ]
 
 
