@@ -45,6 +45,12 @@ _ALL = (
         "[+recipe=NAME] [KEY=VALUE ...]",
         "which rank stands where and holds what, for any number of processes",
     ),
+    Verb(
+        "ckpt",
+        "moeflow.cli.ckpt",
+        "ls|verify|reshard|experts|export|import ...",
+        "list, verify and convert checkpoints, to and from Hugging Face too",
+    ),
     Verb("recipes", "moeflow.cli.recipes", "", "list the recipes"),
     Verb("doctor", "moeflow.cli.doctor", "", "report the environment, what works, and what mends the rest"),
     Verb("completion", "moeflow.cli.completion", "bash|zsh|fish", "print the script that gives the shell completion"),

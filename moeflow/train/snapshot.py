@@ -18,6 +18,7 @@ from moeflow.logging import get_logger
 from moeflow.parallel import state
 from moeflow.train.checkpoint import CheckpointStore
 from moeflow.train.session import Session
+from moeflow.train.whole import WEIGHTS_ONLY
 
 logger = get_logger(__name__)
 
@@ -55,8 +56,12 @@ class Snapshot:
         """
         meta = store.read_meta(step)
         assert self.optimizer is not None
-        state.allocate_optimizer_state(self.optimizer)
-        store.load(step, self._tensors())
+        if meta.get(WEIGHTS_ONLY):
+            logger.info("the checkpoint holds parameters alone: the optimizer starts anew")
+            store.load(step, state.model_tensors(self.session.model, self.placements))
+        else:
+            state.allocate_optimizer_state(self.optimizer)
+            store.load(step, self._tensors())
         if meta["layout"] == self._layout():
             _set_random_state(store.load_local(step))
         else:
