@@ -79,7 +79,7 @@ class Gradients:
         # Fixed order of the kinds on all ranks: each takes part in the sums of its axes even without such parameters.
         for axes in ((), ("tp",), ("ep",), ("etp",), ("ep", "etp")):
             local = _sum_of_squares(
-                _grads(p for p, s in self.parameters if s.counted and tuple(s.shards) == axes), squares
+                _grads(p for p, s in self.parameters if s.counted and s.split_axes == axes), squares
             )
             for axis in axes:
                 local = collectives.all_reduce(local, self.topology[axis])

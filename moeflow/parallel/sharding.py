@@ -1,6 +1,7 @@
 """How each parameter is spread over the ranks; everything that treats parameters differently asks here.
 
 shards    axis -> dimension that is cut over it: each rank holds a part of the values
+only      axes of which one rank alone holds the parameter, and the others hold other ones (experts of several classes)
 partial   axes over which the value is the same on every rank, but each rank's gradient is a part of the whole
 expert    whether data parallelism of the experts (edp) applies, and not that of the dense part (dp)
 counted   False for the second copy of a parameter that two pipeline stages share (a tied embedding and head): both
@@ -14,7 +15,6 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from moeflow.errors import ConfigError
 from moeflow.models.regions import PARTIAL
 from moeflow.moe import Experts, MoELayer
 from moeflow.parallel.topology import Topology
@@ -31,6 +31,12 @@ class ParameterSharding:
     partial: tuple[str, ...] = ()
     expert: bool = False
     counted: bool = True
+    only: tuple[str, ...] = ()
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """Axes over which the squares of a gradient have to be summed to see all of it, or all of its like."""
+        return (*self.shards, *self.only)
 
     @property
     def data_axis(self) -> str:
@@ -100,20 +106,15 @@ def _tied_sharding(model: nn.Module, sharding: Sharding, topology: Topology) -> 
 
 def describe_experts(experts: Experts, ep: int, etp: int) -> Sharding:
     """Sharding of the parameters of the experts of one layer, over ep and etp ranks."""
-    if ep > 1 and not experts.stacked:
-        # Neither the gradient norm nor a checkpoint would see the other ranks' experts.
-        raise ConfigError(
-            f"parallel.ep={ep}: experts that are modules of different classes cannot be spread over ranks here",
-            "parallel.ep=1, or experts of one class",
-        )
     hidden_dims = experts.hidden_dims()
     result: Sharding = {}
     for name, _ in experts.named_parameters():
-        shards = {"ep": 0} if ep > 1 else {}
+        shards = {"ep": 0} if ep > 1 and experts.stacked else {}
+        only = ("ep",) if ep > 1 and not experts.stacked else ()
         partial: tuple[str, ...] = ()
         if etp > 1 and name in hidden_dims:
             shards["etp"] = hidden_dims[name]
         elif etp > 1:
             partial = ("etp",)
-        result[name] = ParameterSharding(shards, partial, expert=True)
+        result[name] = ParameterSharding(shards, partial, expert=True, only=only)
     return result

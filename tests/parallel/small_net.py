@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -17,12 +19,34 @@ from moeflow.train.optim import build_optimizer
 STEPS, BATCH = 20, 16
 
 
+class Gated(nn.Module):
+    """An expert of another class, with a parameter of a shape of its own."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.scale, self.inner = nn.Linear(width, 1), nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        return torch.sigmoid(self.scale(x)) * self.inner(x)
+
+
+def narrow(width: int) -> nn.Module:
+    """An expert of a third class."""
+    return nn.Sequential(nn.Linear(width, 6), nn.GELU(), nn.Linear(6, width))
+
+
+# With ep=4 the ranks hold experts of different classes.
+MIXED = [Gated, narrow, partial(nn.Linear, out_features=16), Gated]
+
+
 class Net(nn.Module):
-    def __init__(self, gate: str, **options):
+    def __init__(self, gate: str, experts: str | None = None, **options):
         super().__init__()
         self.inner = nn.Linear(8, 16)
         config = GATES[gate](**options)
-        self.moe = MoELayer(16, 4, 32, gate=config, activation="swiglu" if gate == "naive" else "gelu")
+        activation = "swiglu" if gate == "naive" else "gelu"
+        own = {None: None, "mixed": MIXED, "modules": Gated}[experts]
+        self.moe = MoELayer(16, 4, 32, gate=config, activation=activation, experts=own)
         self.outer = nn.Linear(16, 3)
 
     def forward(self, x):
