@@ -152,6 +152,36 @@ def exchange_s(
     return first + across + _messages_s(between, grouping.nodes - 1)
 
 
+def even_exchange_s(
+    profile: Profile, grouping: Grouping, num_bytes: float, imbalance: float = 1.0, hierarchical: bool = False
+) -> float:
+    """Seconds of one all-to-all whose ranks each have `num_bytes` for all ranks alike: `exchange_s` without arrays.
+
+    Args:
+        profile: coefficients.
+        grouping: places of the ranks.
+        num_bytes: of each rank, what stays at home included.
+        imbalance: bytes of the busiest receiver over the mean.
+        hierarchical: two hops.
+    """
+    ranks, place = grouping.ranks, grouping.per_node
+    if ranks == 1:
+        return 0.0
+    each = num_bytes * imbalance / ranks
+    near, far = each * (place - 1), each * (ranks - place)
+    inside, between = profile.inside, profile.between
+    # A shared link carries its node's mean, which is close to the mean of all.
+    crossing = far / imbalance * place if profile.shared_nic else far
+    across = crossing / between.bytes_per_s
+    flat = near / inside.bytes_per_s + _messages_s(inside, place - 1)
+    if grouping.nodes == 1:
+        return flat
+    if not hierarchical:
+        return max(flat, across + _messages_s(between, ranks - place))
+    staged = (near + far * (place - 1) / place) / inside.bytes_per_s + _messages_s(inside, place - 1)
+    return staged + across + _messages_s(between, grouping.nodes - 1)
+
+
 def _messages_s(link: Link, peers: int) -> float:
     """Latency of `peers` messages: the first in full, each next one a tenth, since they are posted together."""
     return link.latency_s * (1 + 0.1 * (peers - 1)) if peers else 0.0
