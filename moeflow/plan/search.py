@@ -137,8 +137,8 @@ def _nothing_fits(model: StepModel, ranks: int, batch: int, tight: Iterable[tupl
         )
     size, plan = found
     return ConfigError(
-        f"nothing fits: the smallest layout of {ranks} ranks (pp {plan.pp}, tp {plan.tp}, ep {plan.ep}, etp {plan.etp},
-        " f"micro-batch {plan.micro_batch}) needs {size / 2**30:.1f} GiB a rank, and "
+        f"nothing fits: the smallest layout of {ranks} ranks (pp {plan.pp}, tp {plan.tp}, ep {plan.ep}, "
+        f"etp {plan.etp}, micro-batch {plan.micro_batch}) needs {size / 2**30:.1f} GiB a rank, and "
         f"{model.cluster.usable_bytes / 2**30:.1f} GiB may be used",
         "more ranks, more memory a rank, a smaller model, or precision=bf16",
     )

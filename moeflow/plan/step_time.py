@@ -21,7 +21,7 @@ from moeflow.plan.layouts import Candidate
 from moeflow.plan.memory import FP32, layer_bytes, stage_holding
 from moeflow.plan.model_size import LayerSize, ModelSize
 from moeflow.plan.overlap import choose_chunks
-from moeflow.plan.profile import DTYPE_BYTES, Link, Profile
+from moeflow.plan.profile import DTYPE_BYTES, Link
 
 #: Kernels of one block, forward and backward, besides the experts' products.
 _KERNELS = 60

@@ -14,8 +14,10 @@ def written(tmp_path, text):
 
 
 def test_a_description(tmp_path):
-    cluster = load_cluster(written(tmp_path, "nodes: 3\nranks_per_node: 4\ndevice: a100\nmemory_gib: 40\nreserve:
-    0.1\n")) assert (cluster.ranks, cluster.profile.device) == (12, "a100")
+    cluster = load_cluster(
+        written(tmp_path, "nodes: 3\nranks_per_node: 4\ndevice: a100\nmemory_gib: 40\nreserve: 0.1\n")
+    )
+    assert (cluster.ranks, cluster.profile.device) == (12, "a100")
     assert cluster.usable_bytes == int(40 * 2**30 * 0.9)
     assert [cluster.near(size, stride) for size, stride in [(8, 1), (2, 1), (8, 2), (8, 16)]] == [4, 2, 2, 1]
 

@@ -64,8 +64,10 @@ def test_flops_are_those_of_the_counter(name):
 
 
 @pytest.mark.parametrize("name", ["plain", "dense", "untied", "every other", "deepseek", "qwen"])
-@pytest.mark.parametrize(("pp", "tp", "ep", "etp"), [(1, 1, 4, 1), (2, 2, 2, 2), (4, 1, 2, 1), (1, 2, 1, 2), (2, 1, 4,
-2)]) def test_each_rank_holds_what_the_inventory_finds(name, pp, tp, ep, etp):
+@pytest.mark.parametrize(
+    ("pp", "tp", "ep", "etp"), [(1, 1, 4, 1), (2, 2, 2, 2), (4, 1, 2, 1), (1, 2, 1, 2), (2, 1, 4, 2)]
+)
+def test_each_rank_holds_what_the_inventory_finds(name, pp, tp, ep, etp):
     gate, model = GATES["naive"](), config(name)
     if model.num_experts == 0:
         ep = etp = 1

@@ -40,7 +40,7 @@ def plan(world=16, pp=1, tp=1, ep=1, etp=1, micro=1, number=1, again=False, mode
 
 @pytest.mark.parametrize("candidate", [plan(), plan(pp=4, tp=2, ep=4), plan(pp=2, tp=2, ep=2, etp=2), plan(ep=16)])
 def test_what_the_ranks_hold_adds_up_to_the_model(candidate):
-    """One tp group of each stage and one copy of each expert make the whole model: nothing is lost, nothing counts twice."""
+    """One tp group of each stage and one copy of each expert make the whole model."""
     total = 0
     for stage in range(candidate.pp):
         held = stage_holding(SMALL, candidate, stage)
@@ -75,8 +75,10 @@ def test_early_stages_keep_more_micro_batches():
 
 
 def test_critical_stages_hide_no_fuller_one():
-    config = GPTConfig(vocab_size=4096, num_layers=12, d_model=256, num_heads=4, num_experts=8, moe_every=3,
-    first_dense=2) model = gpt_size(config, NaiveGateConfig(), 128)
+    config = GPTConfig(
+        vocab_size=4096, num_layers=12, d_model=256, num_heads=4, num_experts=8, moe_every=3, first_dense=2
+    )
+    model = gpt_size(config, NaiveGateConfig(), 128)
     for pp in (2, 3, 4, 6):
         candidate = plan(12, pp=pp, number=4, model=model)
         every = [memory_of(model, candidate, "fp32", stage).total for stage in range(pp)]
@@ -108,8 +110,10 @@ def test_times_follow_their_causes():
     assert model.step(plan(tp=2, ep=8)).tensor_s > 0.0 == one.tensor_s
     assert one.bubble_s == one.transfer_s == one.recompute_s == 0.0
     piped = model.step(plan(pp=4, number=4))
-    assert piped.bubble_s == pytest.approx(3 / 4 * (piped.total_s - piped.bubble_s - piped.reduce_s -
-    piped.optimizer_s)) again = model.step(plan(ep=8, micro=4, again=True))
+    assert piped.bubble_s == pytest.approx(
+        3 / 4 * (piped.total_s - piped.bubble_s - piped.reduce_s - piped.optimizer_s)
+    )
+    again = model.step(plan(ep=8, micro=4, again=True))
     assert 0.2 < again.recompute_s / (one.dense_s + one.experts_s + one.exchange_s) < 0.6
     skewed = StepModel(SMALL, cluster_for("a100", 16), "bf16", imbalance=3.0, overlap=False).step(plan(ep=8, micro=4))
     assert skewed.experts_s > one.experts_s and skewed.exchange_s > one.exchange_s
@@ -120,7 +124,7 @@ def test_times_follow_their_causes():
 
 
 def test_one_rank_runs_at_the_rate_of_large_products():
-    """No communication, no small products: the time is the model's FLOPs over the rate, and memory-bound work on top."""
+    """No communication and no small products: the time is the model's FLOPs over the rate."""
     free = replace(DEFAULTS["h100"], memory_bytes_per_s=1e18, launch_s=0.0, half_rows=0.0)
     model = StepModel(SMALL, replace(cluster_for("h100", 1), profile=free), "bf16", overlap=False)
     candidate = plan(1, micro=8)
@@ -145,8 +149,10 @@ def test_the_best_is_the_best_of_all():
     cluster = cluster_for("a100", 16)
     model = StepModel(SMALL, cluster, "bf16")
     found = search(model, 64)
-    every = [model.step(c).total_s for c in candidates(SMALL, 16, 64) if fullest(model, c)[0].total <=
-    cluster.usable_bytes] assert found.fitting == len(every)
+    every = [
+        model.step(c).total_s for c in candidates(SMALL, 16, 64) if fullest(model, c)[0].total <= cluster.usable_bytes
+    ]
+    assert found.fitting == len(every)
     assert [p.time.total_s for p in found.proposals] == sorted(every)[:5]
     assert len(found.reasons) == 6
     assert not any("-" in reason for reason in found.reasons), "nothing that fits is faster than the best"
