@@ -8,6 +8,7 @@ is a defect of moeflow and keeps its traceback.
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable
 
 
@@ -49,6 +50,10 @@ class TrainingError(MoeflowError):
     exit_code = 4
 
 
+class ResourceError(MoeflowError):
+    """The machine lacks the memory for the run."""
+
+
 class LaunchError(MoeflowError):
     """Processes could not be started, or one of them died."""
 
@@ -57,6 +62,23 @@ class CollectiveError(MoeflowError):
     """A collective did not finish in time, or ranks disagree on its arguments."""
 
     exit_code = 3
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal ended a command that had nothing to save.
+
+    Attributes:
+        signum: its number.
+    """
+
+    def __init__(self, signum: int):
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+def stopped_code(stop: KeyboardInterrupt) -> int:
+    """Return the exit code of a command that was interrupted: 128 + the signal's number."""
+    return 128 + (stop.signum if isinstance(stop, Stopped) else signal.SIGINT)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:

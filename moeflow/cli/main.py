@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
 
 import moeflow
+from moeflow import logging
 from moeflow.cli.verbs import VERBS
-from moeflow.errors import ConfigError, MoeflowError, did_you_mean
+from moeflow.errors import ConfigError, MoeflowError, did_you_mean, stopped_code
 
 _EXAMPLES = """\
 examples:
@@ -37,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if "LOCAL_RANK" in os.environ:
+        # DeepSpeed's launcher says it twice: in the environment, and in front of all words.
+        words = [word for word in words if not re.fullmatch(r"--local[-_]rank=\d+", word)]
     try:
         code = _dispatch(words)
         sys.stdout.flush()
@@ -44,9 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MoeflowError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+    except KeyboardInterrupt as stop:
+        if logging.rank() == 0:
+            print("interrupted", file=sys.stderr)
+        return stopped_code(stop)
     except BrokenPipeError:
         # The reader (head, less) has gone; a second flush at exit must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -97,6 +97,8 @@ def _prepare(
     from moeflow.cli.runs import shown, update
 
     step = _step(run, wanted)
+    if not run.in_use() and run.take_back_config():
+        logger.info("no step was trained with the changes of the last resume: they are taken back")
     config = _amended(run, words, launched, step)
     raise_any(refused(differences(load(run.config), config), force))
     if step is None:

@@ -16,7 +16,7 @@ from moeflow.config.changes import ABSENT, Change, differences, refused
 from moeflow.config.paths import absolute_paths
 from moeflow.config.plain import dump, load
 from moeflow.config.problems import raise_any
-from moeflow.errors import MoeflowError
+from moeflow.errors import MoeflowError, stopped_code
 from moeflow.logging import get_logger
 from moeflow.schema import RunConfig
 from moeflow.train import rundir
@@ -110,7 +110,7 @@ def in_folder(config: RunConfig, run: RunDir) -> RunConfig:
 def update(run: RunDir, config: RunConfig, force: bool = False) -> list[Change]:
     """Freeze a changed configuration in the folder of a run that goes on; the old one is kept as config.N.yaml.
 
-    The caller holds the folder's lock.
+    The caller holds the folder's lock.  `supervised` takes the change back when no step could be trained with it.
 
     Returns:
         The changes; without any, the files stay as they are.
@@ -142,15 +142,29 @@ def supervised(start: Callable[[], int], runs: Sequence[RunDir]) -> int:
     """
     try:
         code = start()
-    except KeyboardInterrupt:
-        _mark(runs, "interrupted", exit_code=128 + signal.SIGINT)
+    except KeyboardInterrupt as stop:
+        _mark(runs, "interrupted", exit_code=stopped_code(stop))
+        _settle(runs, good=False)
         raise
     except BaseException as error:
         _mark(runs, "failed", error=str(error).splitlines()[0] if str(error) else type(error).__name__)
+        _settle(runs, good=False)
         raise
+    _settle(runs, good=code == 0)
     for run in runs:
         _mark([run], _ended(run) if code == 0 else "interrupted" if code in _STOPPED else "failed", exit_code=code)
     return code
+
+
+def _settle(runs: Sequence[RunDir], good: bool) -> None:
+    for run in runs:
+        try:
+            if good:
+                run.keep_config()
+            elif run.take_back_config():
+                logger.warning("no step was trained with the changes: %s is as it was before", shown(run.config))
+        except OSError as error:
+            logger.warning("%s cannot be put back: %s", run.config, error.strerror)
 
 
 def _ended(run: RunDir) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moeflow import logging
 from moeflow.config import load
-from moeflow.errors import MoeflowError
+from moeflow.errors import MoeflowError, stopped_code
 from moeflow.train.launch import work
 
 
@@ -28,6 +28,8 @@ def main(argv: list[str]) -> int:
             steps = [int(word.partition("=")[2]) for word in argv if word.startswith("--step=")]
             return evaluate_as_rank(load(argv[2]), Path(run_dir), next(iter(steps), None), "--json" in argv)
         return work(load(Path(run_dir) / "config.yaml"), run_dir, resume)
+    except KeyboardInterrupt as stop:
+        return stopped_code(stop)  # the process that started the ranks was told too, and speaks for all
     except MoeflowError as error:
         report(error, Path(run_dir))
         return error.exit_code

@@ -185,7 +185,7 @@ def without_switched(
                 )
                 notices.append(
                     f"{group}={option} replaces {group}={written_for[group]} of recipe {recipe.name}, "
-                    f"so its {', '.join(keys) or group} does not apply"
+                    f"so its {', '.join(keys) or group} {'do' if len(keys) > 1 else 'does'} not apply"
                 )
         contents[recipe.name] = {"defaults": recipe.defaults or ["_self_"], **body}
     return contents, notices

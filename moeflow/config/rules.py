@@ -48,6 +48,10 @@ def check_bounds(config: RunConfig) -> Iterator[Problem]:
             continue
         if key.field.kind is list:
             yield from _check_list(key.name, key.field, value)
+        elif value == "" and ("path" in key.field.metadata or "path_under" in key.field.metadata):
+            # As a path it would mean the current folder, which nobody asks for by an empty word (an unset $VARIABLE).
+            mend = f"{key.name}=FOLDER, or leave it out" if "path" in key.field.metadata else f"{key.name}=FILE"
+            yield Problem(f"{key.name} is empty: a path must have at least one character.", mend)
         elif broken := broken_rule(key.field, value):
             hint = did_you_mean(str(value), map(str, key.field.choices))
             yield Problem(

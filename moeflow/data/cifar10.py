@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moeflow.data.files import read_regular
 from moeflow.data.safe_pickle import fresh_copy, load_arrays
 from moeflow.errors import DataError
 
@@ -81,7 +82,7 @@ def read_binary(path: Path) -> Rows:
         DataError: the file is missing, or of another size, or a label is out of range.
     """
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}", fresh_copy(path.parent)) from error
     expected = ROWS * (PIXELS + 1)

@@ -10,6 +10,7 @@ import numpy as np
 
 from moeflow.data import counter
 from moeflow.data.bundle import Source
+from moeflow.data.files import read_regular
 from moeflow.errors import ConfigError, DataError
 from moeflow.schema.data import TextData
 
@@ -58,7 +59,7 @@ def from_file(cfg: TextData) -> Corpus:
             raise DataError(f"data.root={cfg.root} is not a folder that exists", "correct it, or leave it out")
         path = root / path
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise DataError(
             f"data.path={cfg.path} cannot be read ({path}: {error.strerror or error})",

@@ -94,7 +94,8 @@ def eval_batches(
 
     Args:
         dataset: the evaluation data.
-        batch: samples of one batch over all ranks (data.eval_batch_size); each rank gets B = ceil(batch / dp_size).
+        batch: samples of one batch over all ranks (data.eval_batch_size), at most the whole set; each rank gets
+            B = ceil(batch / dp_size).
         dp_size: data-parallel ranks.
         dp_rank: of this rank.
         max_batches: stop after so many; None takes the whole set.
@@ -163,10 +164,11 @@ class _EvalSampler(Sampler[Request]):
     """Requests of one rank for the whole set in order, padded to equal sizes."""
 
     def __init__(self, num_samples: int, *, batch: int, dp_size: int, dp_rank: int, max_batches: int | None):
-        self._num_samples, self._batch = num_samples, batch
-        self._share = -(-batch // dp_size)
+        # A batch beyond the set would be filled up with repeats that count for nothing.
+        self._num_samples, self._batch = num_samples, min(batch, num_samples)
+        self._share = -(-self._batch // dp_size)
         self._dp_rank = dp_rank
-        whole = -(-num_samples // batch)
+        whole = -(-num_samples // self._batch)
         self._num_batches = whole if max_batches is None else min(whole, max_batches)
 
     def __len__(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moeflow.data.files import read_regular
 from moeflow.errors import DataError
 
 _INTEGERS = re.compile(r"[ui][1248]")
@@ -128,7 +129,7 @@ def load_arrays(path: Path) -> dict[str, Any]:
         DataError: the file is missing, damaged, names anything but the parts of an array, or is not a dictionary.
     """
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}", fresh_copy(path.parent)) from error
     try:

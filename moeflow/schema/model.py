@@ -13,7 +13,9 @@ class ModelConfig:
     """What every model has.  `name` picks the class in `moeflow.models`."""
 
     name: str = option("convnet", "model class")
-    num_experts: int = option(8, "experts of each MoE layer in all (0 makes the layer a plain MLP)", minimum=0)
+    num_experts: int = option(
+        8, "experts of each MoE layer in all (0 makes the layer a plain MLP)", minimum=0, maximum=2**20
+    )
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ class LeNetConfig(ModelConfig):
     """LeNet-style network of FastMoE's multi-node tutorial: two 5x5 convolutions, an MoE layer 400 -> 84, logits."""
 
     name: str = option("lenet", "model class")
-    num_experts: int = option(64, "experts of the MoE layer in all (32 on each of 2 workers)", minimum=0)
+    num_experts: int = option(64, "experts of the MoE layer in all (32 on each of 2 workers)", minimum=0, maximum=2**20)
     num_classes: int = option(10, "classes", minimum=2)
 
 

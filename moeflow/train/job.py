@@ -6,6 +6,7 @@ evaluate_run(config, run_dir)    what `moeflow eval` runs
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from moeflow.schema import RunConfig
 from moeflow.train.banner import banner
 from moeflow.train.checkpoint import CheckpointStore
 from moeflow.train.evaluate import evaluate
+from moeflow.train.memory import shortage_named
 from moeflow.train.reporter import Reporter
+from moeflow.train.rundir import RunDir
 from moeflow.train.sample import sample_at_end
 from moeflow.train.session import Session, join, open_session
 from moeflow.train.signals import StopSignal
@@ -39,8 +42,9 @@ def train(config: RunConfig, run_dir: str | Path, resume: bool = False) -> Summa
 
     Raises:
         MoeflowError: the run cannot start or go on; checkpoints are as they were.
+        Stopped: by a signal before the first step.
     """
-    with StopSignal(f"moeflow resume {run_dir}") as stop:
+    with shortage_named(), StopSignal(f"moeflow resume {shlex.quote(str(run_dir))}", begun=False) as stop:
         accelerator, topology = join(config)
         try:
             session = open_session(config, accelerator, topology)
@@ -62,6 +66,8 @@ def _train(session: Session, store: CheckpointStore, run_dir: str | Path, resume
     reporter = Reporter(session.config, run_dir, session.topology, step, session.data.source, session.task.unit)
     try:
         reporter.banner(banner(session, run_dir, step))
+        if session.topology.is_main:
+            RunDir(Path(run_dir)).keep_config()
         summary = trainer.fit(reporter)
         # Interrupted by a signal: the shell's convention.  A stop that was asked for beforehand is no failure.
         summary["exit_code"] = 0 if trainer.stopped_by is None else 128 + trainer.stopped_by
@@ -86,9 +92,14 @@ def evaluate_run(config: RunConfig, run_dir: str | Path, step: int | None = None
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
+    with shortage_named():
+        return _evaluate_run(config, run_dir, step)
+
+
+def _evaluate_run(config: RunConfig, run_dir: str | Path, step: int | None) -> dict[str, Any]:
     accelerator, topology = join(config)
     try:
-        session = open_session(config, accelerator, topology)
+        session = open_session(config, accelerator, topology, training=False)
         store = _store(run_dir, session)
         found = store.latest() if step is None else step
         if found is None or found not in store.steps():

@@ -104,12 +104,7 @@ class RunDir:
 
     def status(self) -> dict[str, Any]:
         """Return what status.json states; `state` is "killed" where a run ended without saying so."""
-        try:
-            status = json.loads((self.path / STATUS).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {"state": "unknown"}
-        if not isinstance(status, dict):
-            return {"state": "unknown"}
+        status = self._read_status() or {"state": "unknown"}
         if status.get("state") == "running" and not self.in_use():
             status["state"] = "killed"
         return status
@@ -122,10 +117,17 @@ class RunDir:
             facts: more entries, for example `exit_code`.
         """
         assert state in STATES, state
-        path = self.path / STATUS
-        status = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        status |= {"state": state, "pid": os.getpid(), "host": socket.gethostname(), state: _now(), **facts}
-        write_atomic(path, json_bytes(status))
+        self._note(state=state, pid=os.getpid(), host=socket.gethostname(), **{state: _now()}, **facts)
+
+    def _note(self, **facts: Any) -> None:
+        write_atomic(self.path / STATUS, json_bytes(self._read_status() | facts))
+
+    def _read_status(self) -> dict[str, Any]:
+        try:
+            status = json.loads((self.path / STATUS).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return status if isinstance(status, dict) else {}
 
     # --- lock --------------------------------------------------------------------------------------------------------
 
@@ -196,7 +198,25 @@ class RunDir:
             except FileExistsError:
                 continue
         write_atomic(self.config, text.encode())
+        self._note(config_before=kept.name)
         return kept
+
+    def keep_config(self) -> None:
+        """Training goes on with config.yaml as it stands: it is not taken back any more."""
+        if self._read_status().get("config_before"):
+            self._note(config_before=None)
+
+    def take_back_config(self) -> bool:
+        """Put back the config.yaml from before the last change, unless training has begun with the new one.
+
+        Otherwise a change that cannot be run (a device that is not there) would be in the way of every later resume.
+        """
+        name = self._read_status().get("config_before")
+        if not name or not (self.path / name).is_file():
+            return False
+        os.replace(self.path / name, self.config)
+        self._note(config_before=None)
+        return True
 
 
 def create(config: RunConfig, dump: Callable[[RunConfig], str], files: Mapping[str, str] | None = None) -> RunDir:

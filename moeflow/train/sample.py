@@ -75,7 +75,7 @@ def continue_run(config: RunConfig, run_dir: str | Path, request: Request) -> st
     config.launch.processes = config.trainer.grad_accum = 1
     accelerator, topology = join(config)
     try:
-        session = open_session(config, accelerator, topology)
+        session = open_session(config, accelerator, topology, training=False)
         if not isinstance(session.task, LanguageModelTask):
             raise ConfigError(
                 f"{run_dir}: its model ({config.model.name}) writes no text",

@@ -25,6 +25,7 @@ from moeflow.parallel.pipeline import StageRange, keep_own_layers, own_ranges, s
 from moeflow.parallel.prepare import make_accelerator
 from moeflow.parallel.topology import Topology
 from moeflow.schema import RunConfig
+from moeflow.train.memory import check_room
 
 
 @dataclass
@@ -80,14 +81,35 @@ def set_threads(config: RunConfig) -> None:
     OMP_NUM_THREADS is set too, because Accelerate would otherwise choose by itself, with a warning.
     """
     if config.launch.threads is not None:
-        threads = config.launch.threads
+        threads = _at_most_cores(config.launch.threads)
     elif "OMP_NUM_THREADS" in os.environ:
-        threads = int(os.environ["OMP_NUM_THREADS"])
+        threads = _openmp_threads(os.environ["OMP_NUM_THREADS"])
     else:
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         threads = max(1, len(os.sched_getaffinity(0)) // local_world)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
+
+
+def _at_most_cores(threads: int) -> int:
+    cores = os.cpu_count() or 1
+    if threads > cores:
+        raise ConfigError(
+            f"launch.threads={threads}: threads of each process, at most the {cores} cores of this machine",
+            f"launch.threads={cores}, or leave it out",
+        )
+    return threads
+
+
+def _openmp_threads(text: str) -> int:
+    """The number of threads in OMP_NUM_THREADS, which may hold one for each level of nesting ("4,2")."""
+    first = text.partition(",")[0].strip()
+    if not first.isdecimal() or int(first) < 1:
+        raise ConfigError(
+            f"the environment variable OMP_NUM_THREADS={text!r} must be a whole number of at least 1",
+            "unset OMP_NUM_THREADS, or launch.threads=N",
+        )
+    return int(first)
 
 
 def join(config: RunConfig) -> tuple[Accelerator, Topology]:
@@ -98,8 +120,14 @@ def join(config: RunConfig) -> tuple[Accelerator, Topology]:
     return accelerator, Topology.create(config.parallel, config.launch.timeout_s)
 
 
-def open_session(config: RunConfig, accelerator: Accelerator, topology: Topology) -> Session:
+def open_session(config: RunConfig, accelerator: Accelerator, topology: Topology, training: bool = True) -> Session:
     """Build data and model.
+
+    Args:
+        config: the frozen configuration.
+        accelerator: of this process.
+        topology: of this rank.
+        training: whether gradients and optimizer state will be needed too.
 
     Raises:
         MoeflowError: whatever of the configuration cannot be run here.
@@ -114,6 +142,7 @@ def open_session(config: RunConfig, accelerator: Accelerator, topology: Topology
         ranges = stage_ranges(model, config.parallel)
         stages = own_ranges(ranges, topology)
         keep_own_layers(model, stages)
+    check_room(model, config, topology, accelerator.device, training)
     part = parallelize(model, topology, config.run.seed, accelerator.device, config.parallel.sequence_parallel)
     # Streams of noise (dropout, gate noise) differ between ranks that hold different samples.
     torch.manual_seed(config.run.seed + 1 + topology["stage"].rank)

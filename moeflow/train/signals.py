@@ -14,6 +14,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
+from moeflow.errors import Stopped
 from moeflow.logging import get_logger, rank
 from moeflow.parallel.environment import detect
 
@@ -34,15 +35,19 @@ class StopSignal:
 
     Args:
         resume_command: what goes on with the run later, for the message.
+        begun: whether there is something to save from the start.  Otherwise, until `begin` is called, the first signal
+            raises `Stopped` out of whatever the main thread does: a download of minutes, a file system that hangs.
         grace_s: see `GRACE_S`; None takes the one that fits how this process was started.
 
     Attributes:
         signum: number of the first signal, or None.
     """
 
-    def __init__(self, resume_command: str | None = None, *, grace_s: float | None = None):
+    def __init__(self, resume_command: str | None = None, *, begun: bool = True, grace_s: float | None = None):
         self.resume_command = resume_command
+        self._begun = begun
         self.signum: int | None = None
+        self._stopped = False
         self._grace_s = grace_s if grace_s is not None else GRACE_S if detect() is None else GRACE_LAUNCHED_S
         self._asked_at = 0.0
         self._previous: dict[int, Any] = {}
@@ -54,6 +59,10 @@ class StopSignal:
         """Whether a signal came.  Ranks may learn of it at different steps; the trainer makes them agree."""
         return self.signum is not None
 
+    def begin(self) -> None:
+        """Training begins: from now on the first signal only asks."""
+        self._begun = True
+
     def __enter__(self) -> StopSignal:
         global _active
         if threading.current_thread() is not threading.main_thread():
@@ -62,8 +71,7 @@ class StopSignal:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._previous_pipe = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        # The handlers do nothing, but without one a signal takes its default course.
-        self._previous = {number: signal.signal(number, _nothing) for number in SIGNALS}
+        self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
         self._thread = threading.Thread(target=self._listen, name="stop-signal", daemon=True)
         self._thread.start()
         _active = self
@@ -84,6 +92,15 @@ class StopSignal:
         os.close(self._read)
         os.close(self._write)
 
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Without a handler a signal would take its default course.
+
+        One that comes while the first is on its way out is left to the thread.
+        """
+        if not self._begun and not self._stopped:
+            self._stopped = True
+            raise Stopped(number)
+
     def _restore(self) -> None:
         signal.set_wakeup_fd(self._previous_pipe)
         for number, handler in self._previous.items():
@@ -103,19 +120,17 @@ class StopSignal:
         if self.signum is None:
             self.signum = number
             self._asked_at = time.monotonic()
-            if rank() == 0:
+            if rank() == 0 and self._begun:
                 later = f"; go on later with: {self.resume_command}" if self.resume_command else ""
                 logger.warning("%s: saving after this step, then stopping (once more: at once)%s", name, later)
+            elif rank() == 0:
+                logger.warning("%s before the first step: stopping; there is nothing to save yet", name)
         elif time.monotonic() - self._asked_at > self._grace_s:
             if rank() == 0:
                 # Straight to the terminal: the main thread may hold the locks of the logger and of the progress line.
                 show_cursor = "\r\x1b[K\x1b[?25h" if sys.stderr.isatty() else ""
                 os.write(2, f"{show_cursor}{name} again: ending at once; the last checkpoint stays\n".encode())
             os._exit(128 + number)
-
-
-def _nothing(number: int, frame: FrameType | None) -> None:
-    pass
 
 
 def _forget_in_children() -> None:

@@ -7,6 +7,7 @@ rate, the samples and their augmentation, the random generators.  So a resumed r
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -98,6 +99,7 @@ class Trainer:
         batches = self._batches()
         self.model.train()
         reporter.start()
+        self.stop.begin()
         while self.step < last:
             rate = self._learning_rate()
             output = self._train_step(batches)
@@ -153,11 +155,23 @@ class Trainer:
             raise TrainingError(
                 f"step {self.step + 1}: the gradient norm is {norm.item()}; the parameters are still those of the "
                 "step before",
-                "lower optim.lr, raise schedule.warmup_steps, or set optim.clip_norm; then resume from a checkpoint",
+                self._gentler(),
             )
         if self.config.optim.clip_norm is not None:
             self.gradients.clip(self.config.optim.clip_norm, norm)
         return norm
+
+    def _gentler(self) -> str:
+        """What to do about a loss or gradients that blew up."""
+        lower = f"optim.lr={self.config.optim.lr / 10:g}"
+        ways = "schedule.warmup_steps" if self.config.optim.clip_norm else "schedule.warmup_steps, or optim.clip_norm=1"
+        step = self.store.latest()
+        if step is None:
+            return f"start anew with {lower}, or with more {ways}"
+        return (
+            f"moeflow resume {shlex.quote(str(self.store.folder.parent))} {lower} goes on from step {step} "
+            f"(--step N from an earlier one); or more {ways}"
+        )
 
     def _complete(self, rate: float, output: StepOutput) -> dict[str, float]:
         """The row of the whole batch: means over the data-parallel ranks; every rank must call it."""

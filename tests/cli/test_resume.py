@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from moeflow.config import load
+from moeflow.config.plain import dump
+from moeflow.errors import CheckpointError, Stopped
 from moeflow.train import rundir
 
 
@@ -76,6 +79,42 @@ def test_refusals_change_nothing(training, moeflow, stopped: Path, words: list[s
 def test_force(training, moeflow, stopped: Path) -> None:
     assert moeflow("resume", str(stopped), "model.num_experts=16", "--force")[0] == 0
     assert training.calls[1][0].model.num_experts == 16
+
+
+@pytest.mark.parametrize("result", [2, 128 + 15, CheckpointError("it does not fit"), Stopped(15)])
+def test_changes_that_trained_no_step_are_taken_back(training, moeflow, stopped: Path, result) -> None:
+    before = (stopped / "config.yaml").read_bytes()
+    training.result = result
+    code, _, err = moeflow("resume", str(stopped), "--force", "model.num_experts=16")
+    assert code == (result if isinstance(result, int) else 128 + 15 if isinstance(result, Stopped) else 2)
+    assert "as it was before" in err
+    assert (stopped / "config.yaml").read_bytes() == before
+    assert not (stopped / "config.1.yaml").exists()
+    training.result = 0
+    moeflow("resume", str(stopped), "trainer.max_steps=77")
+    assert (training.calls[-1][0].model.num_experts, training.calls[-1][0].trainer.max_steps) == (8, 77)
+
+
+def test_changes_that_trained_a_step_stay_whatever_comes_after(training, moeflow, stopped: Path, monkeypatch) -> None:
+    def train_and_fail(config, run_dir, resume=False):
+        rundir.RunDir(Path(run_dir)).keep_config()
+        return 4
+
+    monkeypatch.setattr(sys.modules["moeflow.train.launch"], "launch", train_and_fail)
+    assert moeflow("resume", str(stopped), "optim.lr=1e-5")[0] == 4
+    assert load(stopped / "config.yaml").optim.lr == 1e-5
+    assert load(stopped / "config.1.yaml").optim.lr != 1e-5
+
+
+def test_changes_of_a_resume_that_was_killed_before_its_first_step(training, moeflow, stopped: Path) -> None:
+    run, before = rundir.open(stopped), load(stopped / "config.yaml")
+    config = load(stopped / "config.yaml")
+    config.launch.device = "cuda"
+    with run.lock():  # as far as a resume comes before it starts the training
+        run.replace_config(dump(config))
+        run.mark("running")
+    moeflow("resume", str(stopped))
+    assert training.calls[-1][0] == before
 
 
 def test_dry_run(training, moeflow, stopped: Path) -> None:

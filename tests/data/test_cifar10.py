@@ -185,6 +185,18 @@ def test_a_missing_file_and_a_missing_folder(python_folder: Path, binary_folder:
         cifar10.read(tmp_path / "nowhere", train=True)
 
 
+def test_what_is_no_file_is_not_waited_for(python_folder: Path, binary_folder: Path):
+    for path, train in ((python_folder / "data_batch_4", True), (binary_folder / "test_batch.bin", False)):
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(DataError, match=f"{path} cannot be read: it is a pipe or a device"):
+            cifar10.read(path.parent, train=train)
+        path.unlink()
+        path.symlink_to("/dev/zero")
+        with pytest.raises(DataError, match=r"cannot be read|holds no CIFAR-10"):
+            cifar10.read(path.parent, train=train)
+
+
 def test_a_label_out_of_range_in_the_binary_layout(binary_folder: Path):
     raw = bytearray((binary_folder / "test_batch.bin").read_bytes())
     raw[3073 * 4] = 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -148,6 +149,10 @@ def test_files_that_cannot_be_read(tmp_path: Path):
     for name, reason in (("missing.txt", "No such file"), (".", "Is a directory")):
         with pytest.raises(DataError, match=f"data.path={tmp_path / name} cannot be read .*{reason}"):
             build(TextData(path=str(tmp_path / name)), seed=0)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(DataError, match=f"data.path={path} cannot be read .*not a file"):
+            build(TextData(path=str(path)), seed=0)
 
 
 def test_a_path_below_a_root(sample: Path, tmp_path: Path):

@@ -1,5 +1,6 @@
 """Whole runs: resumed exactly, the same on one process and two, stopped by signals, killed."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from moeflow.errors import ConfigError, ResourceError
+from moeflow.schema import RunConfig
+from moeflow.train.memory import shortage_named
+from moeflow.train.session import set_threads
 from tests.distributed import run_scripts
 from tests.train.runs import TINY, environment, losses, moeflow, rows, summary, train
 
@@ -164,7 +169,55 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_one_message(tmp_path):
-    done = train(tmp_path / "run", "optim.lr=1e30", "trainer.max_steps=50", "optim.clip_norm=null", check=False)
+    words = ("optim.lr=1e30", "trainer.max_steps=50", "optim.clip_norm=null")
+    done = train(tmp_path / "run", *words, check=False)
     assert done.returncode == 4
     assert "gradient norm is" in done.stderr
+    assert "start anew with optim.lr=1e+29" in done.stderr
     assert "Traceback" not in done.stderr
+    done = train(tmp_path / "saved", *words, "checkpoint.every=1", check=False)
+    assert f"moeflow resume {tmp_path / 'saved'} optim.lr=1e+29 goes on from step" in done.stderr
+
+
+def test_a_resume_that_cannot_run_leaves_the_configuration(tmp_path):
+    folder = tmp_path / "run"
+    train(folder, "trainer.max_steps=2")
+    for words in (("--force", "model.num_experts=32"), ("launch.threads=100000",)):
+        done = moeflow("resume", str(folder), "trainer.max_steps=3", *words, check=False)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+    moeflow("resume", str(folder), "trainer.max_steps=4")
+    assert summary(folder)["step"] == 4
+
+
+def test_memory_that_is_not_there(tmp_path):
+    done = train(tmp_path / "run", "model.num_experts=1000000", check=False)
+    assert done.returncode == 2
+    assert re.search(r"num_experts=1000000: parameters.* at least [\d,.]+ GiB, and .* GiB free", done.stderr)
+    assert "Traceback" not in done.stderr
+    for size in (2**60, 2**62):
+        with pytest.raises(ResourceError, match=r"memory ran out: .*\n  mend: fewer experts"), shortage_named():
+            torch.empty(size, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="must match"), shortage_named():
+        torch.ones(2) + torch.ones(3)
+
+
+def test_numbers_of_threads_that_cannot_be(monkeypatch):
+    config = RunConfig()
+    for text in ("many", "0", "-1", "", "1.5"):
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        with pytest.raises(ConfigError, match=f"OMP_NUM_THREADS='{text}' must be"):
+            set_threads(config)
+    config.launch.threads = 100_000
+    with pytest.raises(ConfigError, match=r"launch\.threads=100000: .* at most the"):
+        set_threads(config)
+
+
+def test_openmp_knows_a_number_for_each_level_of_nesting(monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1,2")
+    try:
+        set_threads(RunConfig())
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

@@ -84,6 +84,35 @@ def test_a_signal_that_a_launcher_forwards_as_well_counts_once():
     assert (process.returncode, out) == (0, "saved 2\n")
 
 
+BLOCKED = """
+    import os, signal
+    from moeflow import logging
+    from moeflow.errors import stopped_code
+    from moeflow.train.signals import StopSignal
+    logging.setup(0)
+    with StopSignal("moeflow resume outputs/x", begun=False, grace_s=20) as stop:
+        print("ready", flush=True)
+        try:
+            open(PATH)  # a pipe that nobody writes to: a file system that hangs
+        except KeyboardInterrupt as stopped:
+            print("out", stopped_code(stopped), flush=True)
+        stop.begin()
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("asked", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_before_the_first_step_a_signal_ends_what_hangs(number, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    process = child(BLOCKED.replace("PATH", repr(str(tmp_path / "pipe"))))
+    time.sleep(0.2)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, f"out {128 + number}\nasked\n")
+    assert f"{number.name} before the first step: stopping" in err
+
+
 def test_other_ranks_keep_quiet():
     process = loop(grace=0.3, saving=0.0, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
     process.send_signal(signal.SIGTERM)
