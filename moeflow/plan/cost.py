@@ -83,7 +83,7 @@ class Grouping:
         return np.arange(self.ranks) // self.per_node
 
 
-def products_s(profile: Profile, shape: ExpertShape, rows: Floats | int, backward: bool = True) -> Floats:
+def products_s(profile: Profile, shape: ExpertShape, rows: Floats | float, backward: bool = True) -> Floats:
     """Seconds of the matrix products of experts with so many rows each.
 
     rows * FLOPs / rate, or the time to read the weights where that is longer, plus half_rows at the rate: a product of
