@@ -14,7 +14,7 @@ from tests.distributed import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # A command starts a line of a code block, or stands between backquotes; what follows two spaces and a # is a remark.
-COMMAND = re.compile(r"^ {4}(.*? -m )?(moeflow .*)$|`(moeflow [^`]+)`", re.MULTILINE)
+COMMAND = re.compile(r"^ {4}(.*? (?:-m|--module) )?(moeflow .*)$|`(moeflow [^`]+)`", re.MULTILINE)
 MAKE = re.compile(r"^(?: {4}|\t)make ([a-z-]+)|`make ([a-z-]+)", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
@@ -23,7 +23,7 @@ def commands(page: Path) -> list[str]:
     found = []
     for launcher, line, inline in COMMAND.findall(page.read_text(encoding="utf-8")):
         command = re.split(r"\s{2,}#|\s+\(", line or inline)[0].strip()
-        ranks = re.search(r"(?:np|nproc-per-node|num_processes) (\d+)", launcher)
+        ranks = re.search(r"(?:np|nproc-per-node|num_processes|num_accelerators|num_gpus|srun -n) (\d+)", launcher)
         found.append(f"{command} launch.processes={ranks.group(1)}" if ranks else command)
     return found
 
