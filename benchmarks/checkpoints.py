@@ -1,6 +1,7 @@
 """Figures of docs/checkpoints.md, measured and written into their places there.
 
     python -m benchmarks.checkpoints layouts     saved on each layout, resumed on each other
+    python -m benchmarks.checkpoints background  what a save takes from training
     python -m benchmarks.checkpoints layouts --dry-run     print only
 
 Run from the checkout's root; a place in the page is between `<!-- NAME -->` and `<!-- end of NAME -->`.
@@ -40,7 +41,67 @@ def layouts() -> str:
     return "\n".join(lines)
 
 
-PARTS: dict[str, Callable[[], str]] = {"layouts": layouts}
+def background() -> str:
+    """What a save takes from training, waited for and in the background."""
+    import multiprocessing
+
+    with (
+        tempfile.TemporaryDirectory(dir=PAGE.parent.parent) as name,
+        multiprocessing.get_context("spawn").Pool(1) as pool,
+    ):
+        rows = pool.apply(_background, (name,))
+    lines = ["| | call | steps until it is on disk | training waits in all |", "|---|---:|---:|---:|"]
+    waited = rows[0][1]
+    for label, call, during in rows:
+        total = call + during
+        share = "" if total == waited else f" ({total / waited:.0%})"
+        lines.append(f"| {label} | {call:.2f} s | {during:+.2f} s | {total:.2f} s{share} |")
+    return "\n".join(lines)
+
+
+def _background(folder: str, megabytes: int = 480, saves: int = 5) -> list[tuple[str, float, float]]:
+    """(label, median seconds of the call, median seconds by which the steps under it were longer)."""
+    import statistics
+
+    import torch
+
+    from moeflow.train.checkpoint import CheckpointStore, Keep
+
+    torch.set_num_threads(1)
+    tensors = {f"model/w{i}": torch.randn(1 << 20) for i in range(megabytes // 4)}
+    a, b = torch.randn(700, 700), torch.randn(700, 700)
+
+    def step() -> float:
+        started = time.perf_counter()
+        for _ in range(2):
+            torch.mm(a, b)
+        for tensor in list(tensors.values())[:4]:
+            tensor.add_(1e-3)
+        return time.perf_counter() - started
+
+    store = CheckpointStore(folder)
+    store.save(0, tensors, {}, {}, wait=False)  # the copy's memory is new in the first one
+    store.wait()
+    step()
+    rows = []
+    for label, wait in (("waited for", True), ("`checkpoint.background=true`", False)):
+        calls, longer = [], []
+        for number in range(saves):
+            started = time.perf_counter()
+            handle = store.save(number + 1, tensors, {}, {}, wait=wait, keep=Keep(1, 0))
+            calls.append(time.perf_counter() - started)
+            spent, count = 0.0, 0
+            while not handle.done():
+                spent += step()
+                count += 1
+            # Right after it, so that whatever else the machine does weighs on both.
+            longer.append(spent - count * statistics.mean(step() for _ in range(max(count, 20))))
+        rows.append((label, statistics.median(calls), statistics.median(longer)))
+    store.close()
+    return rows
+
+
+PARTS: dict[str, Callable[[], str]] = {"layouts": layouts, "background": background}
 
 
 def replace(page: str, name: str, text: str) -> str:

@@ -50,6 +50,9 @@ class CheckpointConfig:
     every: int = option(500, "steps between checkpoints (0: at the end only)", minimum=0)
     keep_last: int = option(2, "newest checkpoints kept", minimum=1)
     keep_best: int = option(1, "best checkpoints by eval/accuracy or eval/loss kept beside them", minimum=0)
+    background: bool = option(
+        False, "copy to CPU memory and write while training goes on; takes memory for one copy of the state"
+    )
 
 
 @dataclass(slots=True)

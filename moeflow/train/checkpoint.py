@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,16 @@ from moeflow.train import manifest, shards
 from moeflow.train.agreement import Agreement
 from moeflow.train.files import json_bytes, write_synced
 from moeflow.train.shelf import META, Shelf
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What `CheckpointStore.prune` keeps; see its arguments."""
+
+    last: int
+    best: int
+    metric: str = "eval/accuracy"
+    direction: str = "max"
 
 
 class SaveHandle:
@@ -155,7 +166,7 @@ class CheckpointStore:
         if found := shards.mismatches(shards.read_index(folder), tensors, asked):
             more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
             raise CheckpointError(
-                f"checkpoint {folder} does not fit the model: {' '.join(found[:5])}{more}",
+                f"checkpoint {folder} does not fit the model: {'; '.join(found[:5])}{more}",
                 "use the model settings that the checkpoint was made with (config.yaml of its run folder)",
             )
 
@@ -169,6 +180,7 @@ class CheckpointStore:
         meta: dict[str, Any],
         *,
         wait: bool = True,
+        keep: Keep | None = None,
     ) -> SaveHandle:
         """Write the checkpoint of `step` and make it the latest.
 
@@ -179,6 +191,7 @@ class CheckpointStore:
             local: this rank's small state: tensors and plain JSON values.
             meta: JSON for `read_meta` (rank 0's counts); `meta["metrics"]` is what `prune` picks the best by.
             wait: False copies the tensors to CPU memory and writes in a thread; the next save waits for it.
+            keep: what to prune by once the checkpoint is complete; None keeps all.
 
         Returns:
             A handle whose `wait()` raises what went wrong in the thread.
@@ -188,12 +201,12 @@ class CheckpointStore:
         """
         self.wait()
         if wait:
-            self._write(step, tensors, local, meta)
+            self._save(step, tensors, local, meta, keep)
             self._pending = SaveHandle(step)
         else:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            job = (step, self._stage(tensors), *copy.deepcopy((local, meta)))
-            self._pending = SaveHandle(step, self._thread.submit(self._write, *job))
+            job = (step, self._stage(tensors), *copy.deepcopy((local, meta)), keep)
+            self._pending = SaveHandle(step, self._thread.submit(self._save, *job))
         return self._pending
 
     def wait(self) -> None:
@@ -239,7 +252,22 @@ class CheckpointStore:
             The steps removed.  A folder that the system does not let go is left for the next save, with a warning.
         """
         self.wait()
-        return self._ranks.first(self._shelf.prune, keep_last, keep_best, metric, direction)
+        return self._prune(Keep(keep_last, keep_best, metric, direction))
+
+    def _prune(self, keep: Keep) -> list[int]:
+        return self._ranks.first(self._shelf.prune, keep.last, keep.best, keep.metric, keep.direction)
+
+    def _save(
+        self,
+        step: int,
+        tensors: dict[str, torch.Tensor],
+        local: dict[str, Any],
+        meta: dict[str, Any],
+        keep: Keep | None,
+    ) -> None:
+        self._write(step, tensors, local, meta)
+        if keep is not None:
+            self._prune(keep)
 
     def _write(self, step: int, tensors: dict[str, torch.Tensor], local: dict[str, Any], meta: dict[str, Any]) -> None:
         aside = self._shelf.aside(step)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from moeflow.logging import get_logger
 from moeflow.parallel import state
-from moeflow.train.checkpoint import CheckpointStore
+from moeflow.train.checkpoint import CheckpointStore, Keep
 from moeflow.train.session import Session
 from moeflow.train.whole import WEIGHTS_ONLY
 
@@ -35,8 +35,8 @@ class Snapshot:
         self.session, self.optimizer = session, optimizer
         self.placements = state.Placements(session.topology, session.part.sharding, session.part.full_shapes)
 
-    def save(self, store: CheckpointStore, step: int, metrics: dict[str, float]) -> None:
-        """Write a checkpoint; collective."""
+    def save(self, store: CheckpointStore, step: int, metrics: dict[str, float], keep: Keep) -> None:
+        """Write a checkpoint, in the background if the configuration says so, and then prune; collective."""
         config = self.session.config
         meta = {
             "step": step,
@@ -46,7 +46,8 @@ class Snapshot:
             "recipe": config.run.recipe,
             "data": self.session.data.source,
         }
-        store.save(step, self._tensors(), _random_state(), meta)
+        wait = not config.checkpoint.background
+        store.save(step, self._tensors(), _random_state(), meta, wait=wait, keep=keep)
 
     def load(self, store: CheckpointStore, step: int) -> dict[str, Any]:
         """Read a checkpoint into the model, the optimizer and the random generators; collective.

@@ -24,7 +24,7 @@ from moeflow.parallel.gradients import Gradients
 from moeflow.parallel.prepare import prepare, share_overflow
 from moeflow.schema import RunConfig
 from moeflow.train import snapshot
-from moeflow.train.checkpoint import CheckpointStore
+from moeflow.train.checkpoint import CheckpointStore, Keep
 from moeflow.train.evaluate import evaluate
 from moeflow.train.moe_metrics import moe_metrics
 from moeflow.train.optim import build_optimizer, learning_rate, set_learning_rate
@@ -74,10 +74,14 @@ class Trainer:
         if self._saved_step == self.step:
             return
         metrics = self.last_eval if self.last_eval.get("step") == self.step else {}
-        self.snapshot.save(self.store, self.step, {k: v for k, v in metrics.items() if k != "step"})
         keep = self.config.checkpoint
         metric, direction = ("eval/accuracy", "max") if "eval/accuracy" in self.last_eval else ("eval/loss", "min")
-        self.store.prune(keep.keep_last, keep.keep_best, metric, direction)
+        self.snapshot.save(
+            self.store,
+            self.step,
+            {k: v for k, v in metrics.items() if k != "step"},
+            Keep(keep.keep_last, keep.keep_best, metric, direction),
+        )
         self._saved_step = self.step
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -117,6 +121,8 @@ class Trainer:
                 break
         if self.step == trainer.max_steps and self.last_eval.get("step") != self.step:
             self._evaluate(reporter)
+        # What the summary calls saved is on disk.
+        self.store.wait()
         return self._summary()
 
     def _due(self, every: int) -> bool:
