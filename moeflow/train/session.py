@@ -15,17 +15,21 @@ from torch import nn
 
 from moeflow import data
 from moeflow.data import DataBundle
-from moeflow.errors import ConfigError
+from moeflow.errors import ConfigError, DataError, MoeflowError
 from moeflow.models import build_model
 from moeflow.models.tasks import Task
 from moeflow.ops import backend
-from moeflow.parallel import collectives
+from moeflow.parallel.collectives import gather_objects
+from moeflow.parallel.control import control_group
 from moeflow.parallel.parallelize import Part, moe_layers, parallelize
 from moeflow.parallel.pipeline import StageRange, keep_own_layers, own_ranges, stage_ranges
 from moeflow.parallel.prepare import make_accelerator
 from moeflow.parallel.topology import Topology
 from moeflow.schema import RunConfig
 from moeflow.train.memory import check_room
+
+# Seconds that ranks wait for rank 0, which may download and unpack.
+DOWNLOAD_S = 3600.0
 
 
 @dataclass
@@ -150,10 +154,31 @@ def open_session(config: RunConfig, accelerator: Accelerator, topology: Topology
 
 
 def _build_data(config: RunConfig, topology: Topology) -> DataBundle:
-    """Rank 0 first: it may have to download, and the others then find the files."""
-    bundle = data.build(config.data, config.run.seed) if topology.is_main else None
-    collectives.barrier(topology["world"])
-    return bundle or data.build(config.data, config.run.seed)
+    """Rank 0 first: it may have to download, and the others then find the files.
+
+    What one rank meets is raised on all of them, so that none waits for a rank that has gone.
+    """
+    # Of its own, because a download may take longer than a collective of training.
+    group = control_group(timeout_s=DOWNLOAD_S)
+    bundle = None
+    for turn in (topology.is_main, not topology.is_main):
+        failure = None
+        if turn:
+            try:
+                bundle = data.build(config.data, config.run.seed)
+            except MoeflowError as error:
+                failure = error
+        failures = gather_objects(failure, group)
+        if any(failures):
+            raise next(error for error in failures if error is not None)
+    assert bundle is not None
+    seen = gather_objects(bundle.fingerprint, group)
+    if len(set(seen)) > 1:
+        told = ", ".join(f"rank {rank}: {fingerprint}" for rank, fingerprint in enumerate(seen))
+        raise DataError(
+            f"the ranks see different data: {told}", "give all machines the same files (data.root, data.path)"
+        )
+    return bundle
 
 
 def _check_sizes(config: RunConfig, topology: Topology, bundle: DataBundle) -> None:
