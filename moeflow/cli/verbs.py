@@ -51,6 +51,12 @@ _ALL = (
         "ls|verify|reshard|experts|export|import ...",
         "list, verify and convert checkpoints, to and from Hugging Face too",
     ),
+    Verb(
+        "plan",
+        "moeflow.cli.plan",
+        "[+recipe=NAME] [KEY=VALUE ...]",
+        "propose parallel layouts for a model and a cluster, with predicted time and memory",
+    ),
     Verb("recipes", "moeflow.cli.recipes", "", "list the recipes"),
     Verb("doctor", "moeflow.cli.doctor", "", "report the environment, what works, and what mends the rest"),
     Verb("completion", "moeflow.cli.completion", "bash|zsh|fish", "print the script that gives the shell completion"),

@@ -15,5 +15,7 @@ cluster.py      description of a cluster
 model_size.py   parameters and FLOPs of a model, from its configuration
 memory.py       bytes of one rank
 step_time.py    seconds of one step of a layout
-search.py       layouts, ranked
+layouts.py      all layouts that divide
+search.py       layouts, ranked, with reasons
+balance_study.py  what balancing would bring on a trace
 """

@@ -75,6 +75,8 @@ def candidates(
             if batch % dp or any(count % tp for _, count in model.heads):
                 continue
             for micro, number in _micro_batches(batch // dp):
+                if pp > 1 and number < pp:
+                    continue  # 1F1B needs a micro-batch for each stage
                 for ep, etp in _expert_sizes(model, stage, fixed):
                     for again in checkpointing:
                         yield Candidate(world, pp, tp, ep, etp, micro, number, split, again)

@@ -86,7 +86,7 @@ def search(model: StepModel, batch: int, keep: int = 5, fixed: dict | None = Non
 
 def fullest(model: StepModel, plan: Candidate) -> tuple[Memory, int]:
     """(memory, stage) of the rank that needs most."""
-    skew = model.imbalance if plan.ep > 1 else 1.0
+    skew = model.skew(plan)
     stages = critical_stages(model.model, plan.split)
     found = [(memory_of(model.model, plan, model.dtype, stage, skew), stage) for stage in stages]
     return max(found, key=lambda item: (item[0].total, -item[1]))

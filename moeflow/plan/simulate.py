@@ -37,6 +37,7 @@ class Policy:
         interval: steps between plans of placement or replicas.
         decay: weight of the past in their forecast.
         margin: share of a step that a change of shadows must gain.
+        horizon: steps over which a move must pay; None is the interval.
     """
 
     shadow: bool = False
@@ -45,6 +46,7 @@ class Policy:
     interval: int = 100
     decay: float = 0.5
     margin: float = 0.03
+    horizon: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,8 @@ class _State:
                 return self._replicate(self.history, counts.shape[-1] // ranks + policy.spare)
         elif policy.place and due and self.history is not None:
             sim = self.simulator
-            found = decide_move(self.history, self.owner, sim.profile, sim.shape, sim.grouping, policy.interval)
+            horizon = policy.horizon or policy.interval
+            found = decide_move(self.history, self.owner, sim.profile, sim.shape, sim.grouping, horizon)
             self.owner = found.owner
             return len(found.moved), found.cost_s if found.moved else 0.0
         return 0, 0.0

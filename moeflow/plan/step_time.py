@@ -6,6 +6,7 @@ backward pass, and the exchange of tokens overlaps computation only where it is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from moeflow.plan.cluster import Cluster
@@ -91,18 +92,31 @@ class StepModel:
         model: sizes.
         cluster: ranks and coefficients.
         dtype: `precision.dtype`.
-        imbalance: rows of the busiest rank over the mean, where experts are spread over ranks.
+        imbalance: rows of the busiest rank over the mean, where experts are spread over ranks; by ep where it differs.
         overlap: whether chunks may be used.
     """
 
-    def __init__(self, model: ModelSize, cluster: Cluster, dtype: str, imbalance: float = 1.2, overlap: bool = True):
+    def __init__(
+        self,
+        model: ModelSize,
+        cluster: Cluster,
+        dtype: str,
+        imbalance: float | Mapping[int, float] = 1.2,
+        overlap: bool = True,
+    ):
         self.model, self.cluster, self.dtype = model, cluster, dtype
-        self.imbalance, self.overlap = imbalance, overlap
+        self._imbalance, self.overlap = imbalance, overlap
         self.profile = cluster.profile
         self.rate = self.profile.rate(dtype)
         self.bytes = DTYPE_BYTES[dtype]
         self._kinds = list(dict.fromkeys(model.layers))
         self._kind_of = [self._kinds.index(layer) for layer in model.layers]
+
+    def skew(self, plan: Candidate) -> float:
+        """Rows of the busiest rank over the mean; 1 where every rank holds all experts."""
+        if plan.ep == 1:
+            return 1.0
+        return self._imbalance[plan.ep] if isinstance(self._imbalance, Mapping) else self._imbalance
 
     def step(self, plan: Candidate) -> StepTime:
         """Predict one step."""
@@ -160,10 +174,9 @@ class StepModel:
 
     def _experts(self, layer: LayerSize, plan: Candidate, rows: float) -> tuple[float, float]:
         """(forward and backward, forward) seconds of the busiest rank's experts."""
-        skew = self.imbalance if plan.ep > 1 else 1.0
         local = layer.num_experts // plan.ep
         shape = self._shape(layer, plan)
-        busiest = rows * plan.etp * skew
+        busiest = rows * plan.etp * self.skew(plan)
         each = [float(products_s(self.profile, shape, busiest / local, back)) * local for back in (True, False)]
         permute = busiest * shape.row_bytes * self.profile.row_passes / self.profile.memory_bytes_per_s
         return each[0] + permute, each[1] + permute / 3
@@ -177,7 +190,7 @@ class StepModel:
         group = Grouping(plan.ep, self.cluster.near(plan.ep, plan.etp))
         size = rows * self.model.d_model * self.bytes
         profile = self.profile
-        flat, two = (even_exchange_s(profile, group, size, self.imbalance, h) for h in (False, True))
+        flat, two = (even_exchange_s(profile, group, size, self.skew(plan), h) for h in (False, True))
         one, empty = min(flat, two), even_exchange_s(profile, group, 0.0, 1.0, two < flat)
         if not self.overlap:
             return 4 * one, 1, two < flat
