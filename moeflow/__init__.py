@@ -10,13 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moeflow.models.moefy import moefy
     from moeflow.moe import MoELayer
 
 __version__ = "0.1.0"
 
-__all__ = ["MoELayer", "__version__"]
+__all__ = ["MoELayer", "__version__", "moefy"]
 
-_LAZY = {"MoELayer": "moeflow.moe"}
+_LAZY = {"MoELayer": "moeflow.moe", "moefy": "moeflow.models.moefy"}
 
 
 def __getattr__(name: str) -> Any:
