@@ -29,9 +29,9 @@ from published_policies import eplb, even_room, fastmoe_shadows, smartmoe_placem
 from moeflow.plan.balance import balance_step
 from moeflow.plan.cost import ExpertShape, Grouping
 from moeflow.plan.layer_cost import Work, layer_time, work_of
-from moeflow.plan.placement import place_experts
+from moeflow.plan.placement import place_experts, smooth
 from moeflow.plan.profile import DEFAULTS, Link, Profile
-from moeflow.plan.replicas import assign_rows, plan_replicas, work_with_replicas
+from moeflow.plan.replicas import ReplicaPlan, assign_rows, plan_replicas, work_with_replicas
 from moeflow.plan.shadow import row_costs
 from moeflow.plan.traces import Trace, load_trace
 
@@ -40,6 +40,8 @@ NETWORK = Link(1e-5, 8e9)
 MACHINE = replace(
     DEFAULTS["v100"], flops={"fp16": 1.12e14}, half_rows=0.0, launch_s=0.0, inside=NETWORK, between=NETWORK
 )
+# Weight of the past in our forecasts; samples are 50 iterations apart.  The published policies see the newest sample.
+DECAY = 0.1
 SHAPE = ExpertShape(d_model=1536, d_hidden=3072, dtype="fp16", param_bytes=2, grad_bytes=2)
 
 
@@ -63,19 +65,27 @@ class Outcome:
 Policy = Callable[[Step], Outcome]
 
 
-def steps_of(trace: Trace, ranks: int, lag: int, skip: int = 2) -> Iterator[tuple[int, list[Step]]]:
-    """Per layer, the samples from the `skip`-th on (the same ones for every lag)."""
+def forecast(step: Step, decay: float) -> NDArray[np.float64]:
+    """[E] smoothed history."""
+    history = None
+    for load in step.past[-6:]:
+        history = smooth(history, load, decay)
+    return history
+
+
+def steps_of(trace: Trace, ranks: int, lag: int, stride: int = 1, skip: int = 2) -> Iterator[tuple[int, list[Step]]]:
+    """Per layer, the samples from the `skip`-th on (the same ones for every lag); every `stride`-th layer."""
     samples, sources, layers, experts = trace.counts.shape
     merged = trace.counts.reshape(samples, ranks, sources // ranks, layers, experts).sum(2)
-    for layer in range(layers):
+    for layer in range(0, layers, stride):
         counts = merged[:, :, layer]
         loads = counts.sum(1)
         yield layer, [Step(loads[: s - lag + 1], counts[s]) for s in range(skip, samples)]
 
 
-def policies(ranks: int, experts: int, profile: Profile) -> dict[str, Policy]:
+def policies(ranks: int, experts: int, profile: Profile, decay: float) -> dict[str, Policy]:
     """All rows of the table."""
-    costs = row_costs(profile, SHAPE, Grouping(ranks, ranks))
+    costs = row_costs(profile, SHAPE, Grouping(ranks, ranks), experts)
     contiguous = np.arange(experts) * ranks // experts
     alpha, rate, wire = SHAPE.d_hidden / SHAPE.d_model, profile.rate(SHAPE.dtype), profile.inside.bytes_per_s
 
@@ -101,10 +111,10 @@ def policies(ranks: int, experts: int, profile: Profile) -> dict[str, Policy]:
         return Outcome(found.work, len(found.shadows.experts))
 
     def place(step: Step) -> Outcome:
-        return owned(place_experts(step.past[-1], ranks), step.counts, ())
+        return owned(place_experts(forecast(step, decay), ranks), step.counts, ())
 
     def place_and_shadow(step: Step) -> Outcome:
-        found = balance_step(step.counts, place_experts(step.past[-1], ranks), costs)
+        found = balance_step(step.counts, place_experts(forecast(step, decay), ranks), costs)
         return Outcome(found.work, len(found.shadows.experts))
 
     def published_replicas(spare: int) -> Policy:
@@ -116,9 +126,19 @@ def policies(ranks: int, experts: int, profile: Profile) -> dict[str, Policy]:
 
         return policy
 
+    def published_slots(spare: int) -> Policy:
+        def policy(step: Step) -> Outcome:
+            held = eplb(step.past[-1].astype(float), ranks, experts // ranks + spare)
+            hosts = [tuple(rank for rank, h in enumerate(held) if e in h) for e in range(experts)]
+            shares = tuple(tuple(1 / len(h) for _ in h) for h in hosts)
+            plan = ReplicaPlan(ranks, tuple(hosts), shares)
+            return Outcome(balance_step(step.counts, plan, costs, shadow=False).work, 0, plan.replicated())
+
+        return policy
+
     def replicas(spare: int, shadowed: bool) -> Policy:
         def policy(step: Step) -> Outcome:
-            plan = plan_replicas(step.past[-1], ranks, experts // ranks + spare)
+            plan = plan_replicas(forecast(step, decay), ranks, experts // ranks + spare)
             found = balance_step(step.counts, plan, costs, shadow=shadowed)
             return Outcome(found.work, len(found.shadows.experts), plan.replicated())
 
@@ -135,6 +155,7 @@ def policies(ranks: int, experts: int, profile: Profile) -> dict[str, Policy]:
     }
     for spare in (1, 2):
         table[f"EPLB, {spare} spare"] = published_replicas(spare)
+        table[f"EPLB, {spare} spare, rows split by moeflow"] = published_slots(spare)
         table[f"moeflow replicas, {spare} spare"] = replicas(spare, False)
         table[f"moeflow replicas, {spare} spare + shadows"] = replicas(spare, True)
     return table
@@ -152,13 +173,13 @@ class Row:
     decide_ms: float
 
 
-def evaluate(trace: Trace, ranks: int, lag: int, profile: Profile = MACHINE) -> list[Row]:
-    """Score all policies."""
+def evaluate(trace: Trace, ranks: int, lag: int, profile: Profile = MACHINE, stride: int = 1) -> list[Row]:
+    """Score all policies on every `stride`-th layer."""
     grouping = Grouping(ranks, ranks)
     rows = []
-    for name, policy in policies(ranks, trace.counts.shape[3], profile).items():
+    for name, policy in policies(ranks, trace.counts.shape[3], profile, DECAY if lag else 0.0).items():
         imbalance, shadows, times, spent = [], [], [], 0.0
-        for _, steps in steps_of(trace, ranks, lag):
+        for _, steps in steps_of(trace, ranks, lag, stride):
             for step in steps:
                 started = time.process_time()
                 found = policy(step)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from moeflow.plan.cost import (
     ExpertShape,
     Grouping,
+    all_gather_s,
     broadcast_s,
     exchange_s,
     group_link,
@@ -116,7 +117,7 @@ def layer_time(
     compute = (products_s(profile, shape, rows).sum(1) + permute_s(profile, shape, rows.sum(1))).max()
     inside, between = traffic(work.moves, grouping, shape.row_bytes)
     exchange = EXCHANGES * exchange_s(profile, grouping, inside, between, hierarchical) if grouping.ranks > 1 else 0.0
-    shadow = num_shadows * shadow_s(profile, shape, grouping)
+    shadow = shadows_s(profile, shape, grouping, num_shadows, rows.shape[1])
     replica = sum(hosts_s(profile, shape, grouping, hosts) for hosts in replica_hosts or [])
     # Owners work side by side: what one expert's replicas cost is spread over the ranks.
     replica /= max(1, grouping.ranks / max(replica_hosts)) if replica_hosts else 1
@@ -126,6 +127,20 @@ def layer_time(
 def shadow_s(profile: Profile, shape: ExpertShape, grouping: Grouping) -> float:
     """Seconds to broadcast one expert over the group and to reduce its gradient back to the owner."""
     return hosts_s(profile, shape, grouping, grouping.ranks)
+
+
+def shadows_s(profile: Profile, shape: ExpertShape, grouping: Grouping, shadows: int, experts: int) -> float:
+    """Seconds of some shadows; of all experts, one all-gather and one reduce-scatter where that is cheaper.
+
+    With all experts shadowed a layer runs data-parallel: nothing is exchanged (Tutel's switch, arXiv:2206.03382).
+    """
+    one_by_one = shadows * shadow_s(profile, shape, grouping)
+    if shadows < experts:
+        return one_by_one
+    link = group_link(profile, grouping.ranks, grouping.per_node)
+    parameters = experts * shape.parameters
+    gathered = all_gather_s(link, grouping.ranks, parameters * shape.param_bytes)
+    return min(one_by_one, gathered + all_gather_s(link, grouping.ranks, parameters * shape.grad_bytes))
 
 
 def hosts_s(profile: Profile, shape: ExpertShape, grouping: Grouping, hosts: int) -> float:

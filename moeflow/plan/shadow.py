@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeflow.plan.cost import ExpertShape, Grouping
-from moeflow.plan.layer_cost import EXCHANGES, shadow_s
+from moeflow.plan.layer_cost import EXCHANGES, shadow_s, shadows_s
 from moeflow.plan.profile import Profile
 
 Ints = NDArray[np.int64]
@@ -40,6 +40,7 @@ class RowCosts:
         inside_ps: to carry one row inside a node (all four all-to-alls).
         between_ps: to carry one row between nodes.
         shadow_ps: one more shadowed expert.
+        all_ps: all experts shadowed, which is data-parallel execution of the layer.
         per_node: ranks of the group on each node.
         shared_nic: whether the rows of a node's ranks share one link to other nodes.
         overlapped: computation and exchange run side by side: the longer counts, not the sum.
@@ -49,6 +50,7 @@ class RowCosts:
     inside_ps: int
     between_ps: int
     shadow_ps: int
+    all_ps: int
     per_node: int
     shared_nic: bool = False
     overlapped: bool = False
@@ -75,7 +77,12 @@ class ShadowChoice:
 
 
 def row_costs(
-    profile: Profile, shape: ExpertShape, grouping: Grouping, micro_batches: int = 1, overlapped: bool = False
+    profile: Profile,
+    shape: ExpertShape,
+    grouping: Grouping,
+    experts: int,
+    micro_batches: int = 1,
+    overlapped: bool = False,
 ) -> RowCosts:
     """Linear costs for the policy, from the same coefficients as the whole model.
 
@@ -83,6 +90,7 @@ def row_costs(
         profile: must be the same on all ranks (broadcast it).
         shape: of one expert.
         grouping: places of the ranks.
+        experts: E.
         micro_batches: forward passes that share one broadcast and one reduction.
         overlapped: whether the exchange runs beside the computation.
     """
@@ -94,6 +102,7 @@ def row_costs(
         round(wire / profile.inside.bytes_per_s * _PS),
         round(wire / profile.between.bytes_per_s * _PS),
         round(shadow_s(profile, shape, grouping) / micro_batches * _PS),
+        round(shadows_s(profile, shape, grouping, experts, experts) / micro_batches * _PS),
         grouping.per_node,
         profile.shared_nic,
         overlapped,
@@ -133,7 +142,8 @@ class ShadowProblem:
         worst = state_SQR.max(-1)
         wire = worst[:, 1:].max(-1) if worst.shape[1] > 1 else 0
         busy = np.maximum(worst[:, 0], wire) if self.costs.overlapped else worst[:, 0] + wire
-        return busy + num_shadows * self.costs.shadow_ps
+        price = np.where(num_shadows == len(self.totals), self.costs.all_ps, num_shadows * self.costs.shadow_ps)
+        return busy + price
 
     def time_of(self, experts: tuple[int, ...]) -> int:
         """Picoseconds with one set of shadows."""

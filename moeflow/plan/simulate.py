@@ -84,7 +84,6 @@ class Simulator:
     def __init__(self, profile: Profile, shape: ExpertShape, grouping: Grouping, hierarchical: bool = False):
         self.profile, self.shape, self.grouping = profile, shape, grouping
         self.hierarchical = hierarchical
-        self.costs: RowCosts = row_costs(profile, shape, grouping)
 
     def run(self, steps: Iterable[NDArray], policy: Policy) -> Simulated:
         """Play steps.
@@ -137,7 +136,7 @@ class Simulator:
         seconds, imbalance, shadows = 0.0, 0.0, 0
         for group, own in enumerate(counts):
             previous = state.shadows.get(group, ())
-            found = balance_step(own, plan, self.costs, previous, policy.margin, policy.shadow)
+            found = balance_step(own, plan, state.costs, previous, policy.margin, policy.shadow)
             chosen = found.shadows.experts
             state.shadows[group] = chosen
             time = layer_time(
@@ -154,6 +153,7 @@ class _State:
 
     def __init__(self, simulator: Simulator, experts: int):
         self.simulator = simulator
+        self.costs: RowCosts = row_costs(simulator.profile, simulator.shape, simulator.grouping, experts)
         self.owner = np.arange(experts) * simulator.grouping.ranks // experts
         self.replicas: ReplicaPlan | None = None
         self.history: NDArray[np.float64] | None = None

@@ -109,10 +109,12 @@ def test_layer_time_adds_its_parts_up():
     counts, owner, _ = random_case(1)
     group = Grouping(4, 2)
     plain = layer_time(PROFILE, SHAPE, group, work_of(counts, owner))
-    shadowed = layer_time(PROFILE, SHAPE, group, work_of(counts, owner, tuple(range(8))), 8)
-    assert shadowed.shadow_s == pytest.approx(8 * shadow_s(PROFILE, SHAPE, group))
+    shadowed = layer_time(PROFILE, SHAPE, group, work_of(counts, owner, tuple(range(7))), 7)
+    assert shadowed.shadow_s == pytest.approx(7 * shadow_s(PROFILE, SHAPE, group))
     assert shadowed.compute_s < plain.compute_s
     assert shadowed.exchange_s < plain.exchange_s
+    everything = layer_time(PROFILE, SHAPE, group, work_of(counts, owner, tuple(range(8))), 8)
     latency = PROFILE.between.latency_s * 1.1
-    assert shadowed.exchange_s == pytest.approx(EXCHANGES * latency), "nothing but empty messages is left"
+    assert everything.exchange_s == pytest.approx(EXCHANGES * latency), "nothing but empty messages is left"
+    assert everything.shadow_s < 8 * shadow_s(PROFILE, SHAPE, group), "all of them are gathered at once"
     assert plain.total_s == pytest.approx(plain.compute_s + plain.exchange_s)

@@ -120,7 +120,7 @@ def test_shadows_on_top_take_what_replicas_cannot():
     rng = np.random.default_rng(3)
     before, now = (rng.multinomial(16384, zipf(32, 1.4, rng), size=16) for _ in range(2))
     plan = plan_replicas(before.sum(0), 16, 3)
-    costs = row_costs(DEFAULTS["a100"], ExpertShape(1536, 3072, dtype="bf16"), Grouping(16, 16))
+    costs = row_costs(DEFAULTS["a100"], ExpertShape(1536, 3072, dtype="bf16"), Grouping(16, 16), 32)
     plain, shadowed = (balance_step(now, plan, costs, shadow=on) for on in (False, True))
     assert plain.work.imbalance > 2.0
     assert shadowed.shadows.experts
@@ -133,7 +133,7 @@ def test_shadows_on_top_take_what_replicas_cannot():
 
 def test_a_step_without_replicas_is_shadows_alone():
     counts = np.random.default_rng(0).multinomial(16384, zipf(32, 1.4, np.random.default_rng(1)), size=8)
-    costs = row_costs(DEFAULTS["a100"], ExpertShape(1536, 3072, dtype="bf16"), Grouping(8, 8))
+    costs = row_costs(DEFAULTS["a100"], ExpertShape(1536, 3072, dtype="bf16"), Grouping(8, 8), 32)
     found = balance_step(counts, np.arange(32) // 4, costs)
     assert found.moves is None
     assert found.work.imbalance < balance_step(counts, np.arange(32) // 4, costs, shadow=False).work.imbalance

@@ -166,6 +166,7 @@ def test_what_does_not_fit_is_told():
         search(StepModel(SMALL, cluster_for("a100", 16), "bf16"), 3, fixed={"tp": 1, "pp": 1})
 
 
+@pytest.mark.slow  # tests/cli/test_plan.py has it as a command
 def test_a_giant_model_on_96000_ranks_in_less_than_a_minute():
     assert LARGE.parameters > 1.75e12
     started = time.process_time()

@@ -29,7 +29,7 @@ def case(seed, experts=12, ranks=4, nodes=1, skew=1.0, rows=4096):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_policy_predicts_what_the_model_predicts(seed, nodes):
     counts, owner, group = case(seed, nodes=nodes)
-    costs = row_costs(LINEAR, SHAPE, group)
+    costs = row_costs(LINEAR, SHAPE, group, counts.shape[1])
     problem = ShadowProblem(counts, owner, costs)
     for shadows in [(), (0,), (1, 5, 7), tuple(range(12))]:
         model = layer_time(LINEAR, SHAPE, group, work_of(counts, owner, shadows), len(shadows)).total_s
@@ -39,7 +39,7 @@ def test_the_policy_predicts_what_the_model_predicts(seed, nodes):
 def test_shared_links_count_the_rows_of_the_node():
     counts, owner, group = case(0, nodes=2)
     profile = replace(LINEAR, shared_nic=True)
-    problem = ShadowProblem(counts, owner, row_costs(profile, SHAPE, group))
+    problem = ShadowProblem(counts, owner, row_costs(profile, SHAPE, group, 12))
     for shadows in [(), (3,), (2, 4)]:
         model = layer_time(profile, SHAPE, group, work_of(counts, owner, shadows), len(shadows)).total_s
         assert problem.time_of(shadows) / 1e12 == pytest.approx(model, rel=1e-3)
@@ -54,7 +54,7 @@ def test_greedy_against_all_subsets():
         nodes = 2 if ranks % 2 == 0 and seed % 3 == 0 else 1
         rows = int(10 ** rng.uniform(2, 5))
         counts, owner, group = case(seed, experts, ranks, nodes, rng.uniform(0, 2), rows)
-        costs = row_costs(DEFAULTS[("a100", "v100", "cpu")[seed % 3]], replace(SHAPE, dtype="fp32"), group)
+        costs = row_costs(DEFAULTS[("a100", "v100", "cpu")[seed % 3]], replace(SHAPE, dtype="fp32"), group, experts)
         problem = ShadowProblem(counts, owner, costs)
         best = exhaustive(problem)[1]
         found = choose_shadows(counts, owner, costs, margin=0.0)
@@ -68,7 +68,7 @@ def test_greedy_against_all_subsets():
 
 def test_exhaustive_is_a_loop_over_subsets():
     counts, owner, group = case(3, experts=6, ranks=3)
-    problem = ShadowProblem(counts, owner, row_costs(LINEAR, SHAPE, group))
+    problem = ShadowProblem(counts, owner, row_costs(LINEAR, SHAPE, group, counts.shape[1]))
     subsets = [tuple(e for e in range(6) if mask >> e & 1) for mask in range(64)]
     assert exhaustive(problem)[1] == min(problem.time_of(s) for s in subsets)
 
@@ -77,7 +77,7 @@ def test_a_hot_expert_is_shadowed_and_its_rows_count_on_every_rank():
     # The example on which FastMoE's policy shadows nothing: every rank sends all it has to expert 5.
     counts = np.zeros((8, 8), dtype=int)
     counts[:, 5] = 65536
-    costs = row_costs(LINEAR, SHAPE, Grouping(8, 8))
+    costs = row_costs(LINEAR, SHAPE, Grouping(8, 8), 8)
     found = choose_shadows(counts, np.arange(8), costs)
     assert found.experts == (5,)
     assert found.after_ps == 65536 * costs.compute_ps + costs.shadow_ps
@@ -86,25 +86,25 @@ def test_a_hot_expert_is_shadowed_and_its_rows_count_on_every_rank():
 def test_own_rows_are_not_traffic():
     # Each rank has rows for its own expert alone, so nothing crosses the network and no shadow can help.
     counts = np.diag([9000, 100, 100, 100])
-    costs = row_costs(LINEAR, SHAPE, Grouping(4, 4))
+    costs = row_costs(LINEAR, SHAPE, Grouping(4, 4), 4)
     assert choose_shadows(counts, np.arange(4), costs).experts == ()
     assert ShadowProblem(counts, np.arange(4), costs).time_of(()) == 9000 * costs.compute_ps
 
 
 def test_even_routing_shadows_nothing():
     counts = np.full((16, 64), 64)
-    assert choose_shadows(counts, np.arange(64) // 4, row_costs(LINEAR, SHAPE, Grouping(16, 8))).experts == ()
+    assert choose_shadows(counts, np.arange(64) // 4, row_costs(LINEAR, SHAPE, Grouping(16, 8), 64)).experts == ()
 
 
 def test_half_precision_halves_the_traffic():
     group = Grouping(4, 4)
-    full, half = (row_costs(LINEAR, replace(SHAPE, dtype=dtype), group) for dtype in ("fp32", "bf16"))
+    full, half = (row_costs(LINEAR, replace(SHAPE, dtype=dtype), group, 12) for dtype in ("fp32", "bf16"))
     assert full.inside_ps == pytest.approx(2 * half.inside_ps, abs=2)
 
 
 def test_the_previous_choice_stays_unless_another_is_better_by_the_margin():
     counts, owner, group = case(5, experts=16, ranks=8, skew=1.2, rows=16384)
-    costs = row_costs(LINEAR, SHAPE, group)
+    costs = row_costs(LINEAR, SHAPE, group, counts.shape[1])
     best = choose_shadows(counts, owner, costs, margin=0.05)
     assert len(best.experts) >= 2
     problem = ShadowProblem(counts, owner, costs)
@@ -122,7 +122,7 @@ def test_hysteresis_ends_the_flapping():
     """Counts that hover around the border: the choice must change far less often than without a margin."""
     rng = np.random.default_rng(0)
     shares = zipf(16, 1.0, rng)
-    owner, costs = np.arange(16) // 2, row_costs(LINEAR, SHAPE, Grouping(8, 8))
+    owner, costs = np.arange(16) // 2, row_costs(LINEAR, SHAPE, Grouping(8, 8), 16)
 
     def changes(margin):
         previous, count = (), 0
@@ -140,12 +140,12 @@ def test_hysteresis_ends_the_flapping():
 
 def test_one_expert_of_a_previous_life_is_forgotten():
     counts, owner, group = case(0, experts=8)
-    assert choose_shadows(counts, owner, row_costs(LINEAR, SHAPE, group), previous=(40,)).after_ps > 0
+    assert choose_shadows(counts, owner, row_costs(LINEAR, SHAPE, group, counts.shape[1]), previous=(40,)).after_ps > 0
 
 
 def test_replicas_that_hold_a_share_leave_less_for_shadows_to_gain():
     counts, owner, group = case(2, experts=16, ranks=8, skew=1.5)
-    costs = row_costs(LINEAR, SHAPE, group)
+    costs = row_costs(LINEAR, SHAPE, group, counts.shape[1])
     plan = plan_replicas(counts.sum(0), 8, 3)
     moves = split_rows(counts, plan)
     problem = ShadowProblem(counts, plan.owner(), costs, moves.sum(0), moves)
@@ -156,7 +156,7 @@ def test_replicas_that_hold_a_share_leave_less_for_shadows_to_gain():
 
 def test_a_decision_takes_well_under_a_millisecond():
     counts, owner, group = case(0, experts=64, ranks=16, nodes=2, skew=1.2, rows=16384)
-    costs = row_costs(DEFAULTS["a100"], SHAPE, group)
+    costs = row_costs(DEFAULTS["a100"], SHAPE, group, 64)
     previous = choose_shadows(counts, owner, costs).experts
     spent = []
     for _ in range(30):
@@ -164,3 +164,17 @@ def test_a_decision_takes_well_under_a_millisecond():
         choose_shadows(counts, owner, costs, previous)
         spent.append(time.process_time() - started)
     assert np.median(spent) < 2e-3  # 0.3 ms on an idle machine; this one may be shared
+
+
+def test_a_layer_may_run_data_parallel():
+    """Small experts and many rows: all experts on all ranks cost one all-gather, and no row travels."""
+    counts, owner, group = case(0, experts=16, ranks=8, skew=0.0, rows=200_000)
+    gloo = replace(LINEAR, tree_growth=1.0)
+    small = ExpertShape(1024, 64, dtype="bf16")
+    costs = row_costs(gloo, small, group, 16)
+    assert costs.all_ps < 16 * costs.shadow_ps
+    found = choose_shadows(counts, owner, costs)
+    assert found.experts == tuple(range(16))
+    everything = work_of(counts, owner, found.experts)
+    assert everything.moves.sum() == np.trace(everything.moves)
+    assert found.after_ps / 1e12 == pytest.approx(layer_time(gloo, small, group, everything, 16).total_s, rel=1e-3)
