@@ -2,6 +2,7 @@
 
     python -m benchmarks.checkpoints layouts     saved on each layout, resumed on each other
     python -m benchmarks.checkpoints background  what a save takes from training
+    python -m benchmarks.checkpoints kills       fifty kills at random moments of a run
     python -m benchmarks.checkpoints layouts --dry-run     print only
 
 Run from the checkout's root; a place in the page is between `<!-- NAME -->` and `<!-- end of NAME -->`.
@@ -101,7 +102,26 @@ def _background(folder: str, megabytes: int = 480, saves: int = 5) -> list[tuple
     return rows
 
 
-PARTS: dict[str, Callable[[], str]] = {"layouts": layouts, "background": background}
+def kills(number: int = 50, steps: int = 400) -> str:
+    """Runs of a small GPT that are killed again and again; asserts that the end is that of the run without kills."""
+    from tests.train.test_kills import check
+
+    lines = ["| processes | saving | kills | while saving | before a step | steps done again | the end is the same |"]
+    lines.append("|---:|---|---:|---:|---:|---:|---|")
+    for world in (1, 2):
+        for in_background in (False, True):
+            with tempfile.TemporaryDirectory() as name:
+                toll = check(Path(name), world, number, steps, in_background, seed=world)
+            way = "in the background" if in_background else "waited for"
+            lines.append(
+                f"| {world} | {way} | {toll.kills} | {toll.during_saves} | {toll.before_first} | {toll.repeated} of "
+                f"{steps} | to the bit |"
+            )
+            print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
+PARTS: dict[str, Callable[[], str]] = {"layouts": layouts, "background": background, "kills": kills}
 
 
 def replace(page: str, name: str, text: str) -> str:

@@ -21,6 +21,7 @@ FREE: dict[str, str] = {
     "trainer.stop_at": "stops at another step",
     "trainer.log_every": "logs at other steps",
     "trainer.eval_*": "evaluates at other steps, or on fewer batches",
+    "trainer.skip_bad_steps": "ends after fewer or more steps that are not finite",
     "trainer.compile": "same model, compiled or not",
     "checkpoint.*": "other checkpoints are kept from now on",
     "tracker.*": "other trackers from now on",

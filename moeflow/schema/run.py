@@ -40,6 +40,11 @@ class TrainerConfig:
     eval_every: int = option(500, "steps between evaluations (0: at the end only)", minimum=0)
     eval_batches: Optional[int] = option(None, "evaluation batches; null takes the whole set", minimum=1)
     grad_accum: int = option(1, "micro-batches of one optimizer step", minimum=1)
+    skip_bad_steps: int = option(
+        3,
+        "steps in a row with a loss or gradients that are not finite that are left out; one more ends the run",
+        minimum=0,
+    )
     compile: bool = option(False, "torch.compile the model")
 
 

@@ -46,6 +46,8 @@ class Snapshot:
             "recipe": config.run.recipe,
             "data": self.session.data.source,
         }
+        if self.optimizer is not None and not self.optimizer.state:
+            meta[WEIGHTS_ONLY] = True  # every step so far was left out
         wait = not config.checkpoint.background
         store.save(step, self._tensors(), _random_state(), meta, wait=wait, keep=keep)
 

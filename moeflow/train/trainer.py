@@ -7,7 +7,6 @@ rate, the samples and their augmentation, the random generators.  So a resumed r
 from __future__ import annotations
 
 import math
-import shlex
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -17,19 +16,21 @@ import torch
 from torch import Tensor
 
 from moeflow.data.loader import train_batches
-from moeflow.errors import TrainingError
 from moeflow.moe.gates import after_step
 from moeflow.parallel import collectives
 from moeflow.parallel.gradients import Gradients
+from moeflow.parallel.parallelize import moe_layers
 from moeflow.parallel.prepare import prepare, share_overflow
 from moeflow.schema import RunConfig
 from moeflow.train import snapshot
+from moeflow.train.bad_steps import BadSteps, spread_to_gradients
 from moeflow.train.checkpoint import CheckpointStore, Keep
 from moeflow.train.evaluate import evaluate
 from moeflow.train.moe_metrics import moe_metrics
 from moeflow.train.optim import build_optimizer, learning_rate, set_learning_rate
 from moeflow.train.reporter import Reporter
 from moeflow.train.session import Session
+from moeflow.train.shelf import resume_command
 from moeflow.train.signals import StopSignal
 from moeflow.train.step import StepOutput, batch_means, make_stepper, metric_sums
 
@@ -55,7 +56,10 @@ class Trainer:
         self.model, self.optimizer = prepare(self.accelerator, session.model, raw_optimizer)
         self.stepper = make_stepper(session, self.optimizer)
         self.snapshot = snapshot.Snapshot(session, raw_optimizer)
+        self.bad_steps = BadSteps(store.folder.parent, self.config.trainer.skip_bad_steps, self.topology.is_main)
+        spread_to_gradients(session.task)
         self.last_eval: dict[str, float] = {}
+        self._bad = False
         self._saved_step: int | None = None
         self.stopped_by: int | None = None
 
@@ -69,6 +73,7 @@ class Trainer:
         """
         meta = self.snapshot.load(self.store, step)
         self.step = self._saved_step = meta["step"]
+        self.bad_steps.rewind(self.step)
 
     def _save(self) -> None:
         if self._saved_step == self.step:
@@ -96,7 +101,7 @@ class Trainer:
             The summary: final metrics, and "status": "finished" or "interrupted".
 
         Raises:
-            TrainingError: the loss or the gradients are not finite any more.
+            TrainingError: the loss or the gradients are not finite, for more steps in a row than are left out.
         """
         trainer = self.config.trainer
         last = trainer.max_steps if trainer.stop_at is None else min(trainer.stop_at, trainer.max_steps)
@@ -144,9 +149,31 @@ class Trainer:
     def _train_step(self, batches: Iterator[dict[str, Tensor]]) -> StepOutput:
         """One optimizer step over all micro-batches."""
         set_learning_rate(self.optimizer, self._learning_rate())
+        self._bad = False
         output = self.stepper.step(batches, self._finish_gradients)
+        if self._bad:
+            self._leave_out(output)
+            return output
+        self.bad_steps.good()
         after_step(self.session.model, partial(collectives.all_reduce, group=self.topology["stage"]))
         return output
+
+    def _leave_out(self, output: StepOutput) -> None:
+        """Write down a step that changed nothing."""
+        for layer in moe_layers(self.session.model).values():
+            if layer.gate.counts_E is not None:
+                layer.gate.counts_E.zero_()
+        own = [number for batch in output.batches for number in batch["ids"].tolist()]
+        ids = [number for part in collectives.gather_objects(own, self.topology["dp"]) for number in part]
+        loss = batch_means(self.session, self._loss_sums(output))["loss"]
+        self.bad_steps.bad(self.step + 1, loss, output.norm.item(), ids, self._gentler())
+
+    def _loss_sums(self, output: StepOutput) -> dict[str, Tensor]:
+        """[sum, count] of the loss on a rank that holds the last stage; empty elsewhere."""
+        if self.session.stages and not self.session.stages[-1].last:
+            return {}
+        pair = torch.stack([output.loss.double().cpu(), torch.ones((), dtype=torch.float64)])
+        return {"loss": pair.to(self.session.device)}
 
     def _learning_rate(self) -> float:
         return learning_rate(self.step, self.config.optim.lr, self.config.schedule, self.config.trainer.max_steps)
@@ -158,11 +185,10 @@ class Trainer:
         norm = self.gradients.norm()
         share_overflow(self.accelerator, self.optimizer, norm)
         if self.accelerator.scaler is None and not math.isfinite(norm.item()):
-            raise TrainingError(
-                f"step {self.step + 1}: the gradient norm is {norm.item()}; the parameters are still those of the "
-                "step before",
-                self._gentler(),
-            )
+            self._bad = True
+            # Optimizers pass over parameters without a gradient: their counters and moments stay too.
+            self.optimizer.zero_grad(set_to_none=True)
+            return norm
         if self.config.optim.clip_norm is not None:
             self.gradients.clip(self.config.optim.clip_norm, norm)
         return norm
@@ -175,18 +201,15 @@ class Trainer:
         if step is None:
             return f"start anew with {lower}, or with more {ways}"
         return (
-            f"moeflow resume {shlex.quote(str(self.store.folder.parent))} {lower} goes on from step {step} "
+            f"{resume_command(self.store.folder.parent)} {lower} goes on from step {step} "
             f"(--step N from an earlier one); or more {ways}"
         )
 
     def _complete(self, rate: float, output: StepOutput) -> dict[str, float]:
         """The row of the whole batch: means over the data-parallel ranks; every rank must call it."""
-        sums = {}
-        if not self.session.stages or self.session.stages[-1].last:
-            sums = metric_sums(self.session, output.outputs)
-            sums["loss"] = torch.stack([output.loss.double().cpu(), torch.ones((), dtype=torch.float64)]).to(
-                self.session.device
-            )
+        sums = self._loss_sums(output)
+        if sums:
+            sums |= metric_sums(self.session, output.outputs)
         means = batch_means(self.session, sums)
         return {
             "loss": means.pop("loss"),
@@ -221,5 +244,6 @@ class Trainer:
             "max_steps": self.config.trainer.max_steps,
             "samples": self.step * self.config.data.batch_size,
             "data": self.session.data.source,
+            **({"bad_steps": self.bad_steps.total} if self.bad_steps.total else {}),
             **metrics,
         }
