@@ -116,18 +116,29 @@ def _rows(model: ModelSize, layer: LayerSize, plan: Candidate, tokens: int, imba
 
 
 def layer_bytes(model: ModelSize, layer: LayerSize, plan: Candidate, dtype: str, tokens: int, imbalance: float) -> int:
-    """Bytes of activations that one block keeps for one micro-batch, without checkpointing."""
+    """Bytes of activations that one block keeps for one micro-batch, without checkpointing.
+
+    Counted from what autograd saves, which a test repeats.  Where autocast is on, norms still keep fp32, and each
+    product keeps its own copy of its input in the lower precision.
+    """
     b, h, tp = DTYPE_BYTES[dtype], model.d_model, plan.tp
-    # Two norms: input in fp32 (the residual stream), output as the next product's input.
-    kept = 2.0 * tokens * h * (FP32 + b)
-    kept += tokens * layer.attention_width * b / tp
-    if layer.num_experts == 0:
-        # gate, up, silu(gate), and their product
-        return int(kept + 4 * tokens * layer.d_hidden * b / tp)
     own = tokens / tp
-    rows = _rows(model, layer, plan, tokens, imbalance)
-    kept += own * layer.num_experts * 2 * FP32  # logits and scores of the gate
-    kept += rows * h * b  # dispatched rows
-    kept += 3 * rows * (layer.d_hidden / plan.etp) * b  # gate, up, and their product
-    kept += own * min(model.top_k, layer.num_experts) * h * b  # expert outputs, which the weights' gradient needs
-    return int(kept + 4 * own * layer.shared_hidden * b)
+    half = dtype != "fp32"
+    is_moe = layer.num_experts > 0
+    # Input and result of both norms; queries, keys, values and what attention makes of them; the last projection's
+    # input.
+    kept = 4.0 * tokens * h * FP32 + tokens * layer.attention_width * b / tp + own * h * b
+    if half:
+        kept += 3 * tokens * h * b  # inputs of the projections to queries, keys and values
+    if not is_moe:
+        # gate, up, silu(gate), and their product
+        kept += 4 * own * layer.d_hidden * b + (2 * tokens * h * b if half else 2 * tokens * h * FP32)
+        return int(kept)
+    rows, top_k = _rows(model, layer, plan, tokens, imbalance), min(model.top_k, layer.num_experts)
+    kept += own * h * FP32 * (1 if half else 2)  # what the gate sees
+    kept += own * (layer.num_experts + 8 * top_k) * FP32  # logits, weights, indices
+    kept += rows * h * b + own * top_k * h * b  # rows as dispatched, and the experts' outputs
+    kept += 2 * rows * (layer.d_hidden / plan.etp) * b  # gate and up; the rest is computed again
+    if layer.shared_hidden:
+        kept += 4 * own * layer.shared_hidden * b + (2 * own * h * b if half else 0)
+    return int(kept)

@@ -158,14 +158,16 @@ def _attention(config: GPTConfig) -> _Attention:
         cut = queries_from * heads * key + rank * heads * (config.mla_nope_dim + value) + heads * value * d
         down = (0 if q_rank is None else d * q_rank) + d * (rank + config.mla_rope_dim)
         norms = rank + (0 if q_rank is None else q_rank)
-        width = heads * (2 * key + 2 * value) + rank + config.mla_rope_dim + (q_rank or 0)
+        kv = heads * (config.mla_nope_dim + value)
+        width = heads * (2 * key + value) + kv + 2 * rank + config.mla_rope_dim + 2 * (q_rank or 0)
         return _Attention(cut, down + norms, down, heads * (key + value), width, cut + down)
     head = config.head_dim or d // heads
     q, kv = heads * head, (config.num_kv_heads or heads) * head
     matrices = d * (q + 2 * kv) + q * d
     bias = q + 2 * kv if config.qkv_bias else 0
     norms = {"none": 0, "head": 2 * head, "all": q + kv}[config.qk_norm]
-    return _Attention(matrices + bias, norms, 0, 2 * q, 2 * q + 2 * kv, matrices)
+    normed = 0 if config.qk_norm == "none" else q + kv
+    return _Attention(matrices + bias, norms, 0, 2 * q, 2 * q + 2 * kv + normed, matrices)
 
 
 def _layer(config: GPTConfig, gate: GateConfig, width: int, layer: int) -> LayerSize:
