@@ -25,6 +25,14 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
     return tensor
 
 
+def broadcast(tensor: Tensor, group: Group, source: int = 0) -> Tensor:
+    """Overwrite the tensor by that of a group rank, in place, and return it.  No gradient."""
+    if group.size > 1:
+        with watched("broadcast", group, tensor.shape):
+            dist.broadcast(tensor, src=group.ranks[source], group=group.process_group)
+    return tensor
+
+
 def barrier(group: Group) -> None:
     """Wait for every rank of the group."""
     if group.size > 1:

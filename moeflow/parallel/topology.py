@@ -36,6 +36,21 @@ class Group:
         return len(self.ranks)
 
 
+def group_of(process_group: dist.ProcessGroup | None, name: str) -> Group:
+    """The group of a process group that somebody else made; None is the world, or this process alone.
+
+    Args:
+        process_group: that this rank is a member of.
+        name: for messages.
+    """
+    if not dist.is_initialized():
+        return Group(name, (0,), 0)
+    ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+    own = dist.get_rank()
+    assert own in ranks, f"rank {own} is no member of the {name} group {ranks}"
+    return Group(name, ranks, ranks.index(own), (process_group or dist.group.WORLD) if len(ranks) > 1 else None)
+
+
 @dataclass(frozen=True)
 class Topology:
     """A layout seen from one rank, with its process groups.
