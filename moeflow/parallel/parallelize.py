@@ -18,6 +18,7 @@ from moeflow.models.init import initialize_module
 from moeflow.moe import MoELayer
 from moeflow.parallel import collectives
 from moeflow.parallel.dispatcher import RankDispatcher
+from moeflow.parallel.shapes import agree_on_shapes
 from moeflow.parallel.sharding import Sharding, describe_sharding
 from moeflow.parallel.tensor import connect_regions, cut_leaf, cut_plan
 from moeflow.parallel.topology import Group, Topology
@@ -58,8 +59,10 @@ def parallelize(
 
     Raises:
         ConfigError: a size does not divide over the ranks.
+        CollectiveError: the ranks of a stage were given different models.
     """
     full_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    agree_on_shapes(full_shapes, topology["stage"])
     plan = cut_plan(model, topology["tp"])
     sequence_parallel = sequence_parallel and topology["tp"].size > 1
     for layer in moe_layers(model).values():

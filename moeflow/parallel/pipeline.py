@@ -168,6 +168,8 @@ class Pipeline:
 
     def _make_schedule(self, batch: int, length: int) -> Any:
         """Stages with shapes known beforehand, so that nothing has to be run to learn them."""
+        between = {"micro-batches": self.num_microbatches, "between stages": self._boundary(batch, length)}
+        collectives.agree("the shapes that the pipeline sends", between, self.pp)
         boundary = torch.empty(self._boundary(batch, length), device="meta", requires_grad=True)
         tokens = torch.empty(batch, length, dtype=torch.int64, device="meta")
         stages: list[Any] = [

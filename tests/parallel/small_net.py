@@ -49,6 +49,10 @@ class Net(nn.Module):
         self.moe = MoELayer(16, 4, 32, gate=config, activation=activation, experts=own)
         self.outer = nn.Linear(16, 3)
 
+    def tensor_regions(self) -> list:
+        """Nothing of the dense part is cut; the MoE layer's tokens are shared out."""
+        return []
+
     def forward(self, x):
         h = self.inner(x)
         return self.outer(h + self.moe(h))

@@ -1,6 +1,8 @@
 """A collective that cannot finish says which one, and who is missing; nobody hangs."""
 
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -8,10 +10,13 @@ import torch
 import torch.distributed as dist
 
 from moeflow.errors import CollectiveError
+from moeflow.models import build_model
 from moeflow.parallel import collectives
 from moeflow.parallel.dispatcher import RankDispatcher
+from moeflow.parallel.parallelize import parallelize
+from moeflow.parallel.pipeline import Pipeline, keep_own_layers, own_ranges, stage_ranges
 from moeflow.parallel.topology import Topology
-from moeflow.schema import ParallelConfig
+from moeflow.schema import GPTConfig, NaiveGateConfig, ParallelConfig
 from tests.distributed import run_ranks
 
 LIMIT_S = 3.0
@@ -76,6 +81,56 @@ def test_ranks_that_disagree_on_the_number_of_experts_are_told():
         assert "disagree on the shape of an MoE layer" in message
         assert "rank 0: {'experts': 4" in message
         assert "rank 1: {'experts': 6" in message
+
+
+def ranks_with_other_models(what: str) -> str:
+    topology = join(ep=2) if what == "experts" else join(tp=2)
+    own, other = (4, 6) if what == "experts" else (32, 48)
+    size = own if topology.rank != 1 else other
+    config = GPTConfig(num_layers=2, d_model=32, num_heads=4, d_hidden=32, num_experts=4, vocab_size=64)
+    config = replace(config, **{"num_experts" if what == "experts" else "d_hidden": size})
+    with torch.device("meta"):
+        model = build_model(config, NaiveGateConfig())
+    return message_of(lambda: parallelize(model, topology, 0, torch.device("cpu")))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("experts", "gate.proj.weight: [4, 32] on rank 0, 2, 3; [6, 32] on rank 1"),
+        ("width", "experts.w_in: [4, 2, 16, 32] on rank 0, 2, 3; [4, 2, 24, 32] on rank 1"),
+    ],
+)
+def test_ranks_that_disagree_on_a_shape_are_told_before_anything_is_sent(what, told):
+    for message in run_ranks(ranks_with_other_models, 4, what, timeout=60, init=False):
+        assert f"the ranks of the stage group disagree on the shape of blocks.0.mlp.{told}" in message
+
+
+def stages_with_other_widths() -> str:
+    topology = join(pp=2)
+    config = GPTConfig(num_layers=2, d_model=32 + 16 * topology.rank, num_heads=4, d_hidden=32, num_experts=4)
+    config = replace(config, vocab_size=64)
+    with torch.device("meta"):
+        model = build_model(config, NaiveGateConfig())
+    parallel = ParallelConfig(pp=2)
+    ranges = stage_ranges(model, parallel)
+    stages = own_ranges(ranges, topology)
+    keep_own_layers(model, stages)
+    part = parallelize(model, topology, 0, torch.device("cpu"))
+    pipeline = Pipeline(
+        part.model, stages, 2, topology, parallel, 2, lambda out, _: out.mean(), torch.device("cpu"), nullcontext
+    )
+    tokens = torch.zeros(4, 8, dtype=torch.int64)
+    return message_of(lambda: pipeline.train(tokens, tokens))
+
+
+@pytest.mark.distributed
+def test_stages_that_disagree_on_what_goes_between_them_are_told():
+    for message in run_ranks(stages_with_other_widths, 2, timeout=60, init=False):
+        assert "the ranks of the pp group disagree on the shapes that the pipeline sends" in message
+        assert "rank 0: {'micro-batches': 2, 'between stages': (2, 8, 32)}" in message
+        assert "rank 1: {'micro-batches': 2, 'between stages': (2, 8, 48)}" in message
 
 
 def test_the_reason_is_short():
