@@ -25,8 +25,8 @@ POLICIES = {
     "none": Policy(),
     "shadow": Policy(shadow=True),
     "placement": Policy(place=True, interval=1, decay=0.0, horizon=1000),
-    "replicas, 1 spare slot": Policy(spare=1, interval=1, decay=0.0),
-    "replicas and shadows": Policy(shadow=True, spare=1, interval=1, decay=0.0),
+    "replicas, 1 spare slot": Policy(spare=1, interval=1, decay=0.0, horizon=1000),
+    "replicas and shadows": Policy(shadow=True, spare=1, interval=1, decay=0.0, horizon=1000),
 }
 
 

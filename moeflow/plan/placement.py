@@ -96,12 +96,23 @@ def keep_names(owner: NDArray, old: NDArray, ranks: int) -> NDArray[np.int64]:
     """Rename the ranks of a placement so that most experts stay: pairs of ranks with most experts in common first."""
     common = np.zeros((ranks, ranks), dtype=np.int64)
     np.add.at(common, (owner, old), 1)
+    return match_ranks(common)[owner]
+
+
+def match_ranks(common: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Name for each new rank: pairs with most in common first.
+
+    Args:
+        common: [R, R] experts that a new rank (first) and a present one have in common.
+    """
+    common = common.copy()
+    ranks = len(common)
     name = np.full(ranks, -1)
     for _ in range(ranks):
         new, present = divmod(int(common.argmax()), ranks)
         name[new] = present
         common[new, :], common[:, present] = -1, -1
-    return name[owner]
+    return name
 
 
 @dataclass(frozen=True, slots=True)

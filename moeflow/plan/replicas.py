@@ -33,7 +33,7 @@ class ReplicaPlan:
 
     Attributes:
         ranks: R.
-        hosts: of each expert, ascending; the first of them owns it (keeps its optimizer state).
+        hosts: of each expert; the first of them owns it (keeps its optimizer state).
         shares: of each expert, the share of its rows that the forecast gave each host; a sum of 1.
     """
 

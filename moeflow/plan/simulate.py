@@ -21,6 +21,7 @@ from moeflow.plan.cost import ExpertShape, Grouping, exchange_s, permute_s, prod
 from moeflow.plan.layer_cost import EXCHANGES, layer_time
 from moeflow.plan.placement import decide_move, smooth
 from moeflow.plan.profile import Profile
+from moeflow.plan.replan import decide_replicas
 from moeflow.plan.replicas import ReplicaPlan, plan_replicas
 from moeflow.plan.shadow import RowCosts, row_costs
 from moeflow.plan.traces import draw_counts, drifting
@@ -169,7 +170,8 @@ class _State:
                 # Nothing is known yet: any placement is as good, and spare slots wait.
                 self.replicas = plan_replicas(np.ones(counts.shape[-1]), ranks, counts.shape[-1] // ranks)
             elif due and self.history is not None:
-                return self._replicate(self.history, counts.shape[-1] // ranks + policy.spare)
+                slots = counts.shape[-1] // ranks + policy.spare
+                return self._replicate(self.history, slots, policy.horizon or policy.interval)
         elif policy.place and due and self.history is not None:
             sim = self.simulator
             horizon = policy.horizon or policy.interval
@@ -178,15 +180,12 @@ class _State:
             return len(found.moved), found.cost_s if found.moved else 0.0
         return 0, 0.0
 
-    def _replicate(self, load: NDArray, slots: int) -> tuple[int, float]:
+    def _replicate(self, load: NDArray, slots: int, steps: int) -> tuple[int, float]:
         sim = self.simulator
-        new = plan_replicas(load, sim.grouping.ranks, slots)
-        old = [set()] * len(load) if self.replicas is None else [set(h) for h in self.replicas.hosts]
-        added = [len(set(hosts) - before) for hosts, before in zip(new.hosts, old)]
-        self.replicas = new
-        link = sim.profile.inside if sim.grouping.nodes == 1 else sim.profile.between
-        size = sum(added) / sim.grouping.ranks * sim.shape.parameters * sim.shape.param_bytes
-        return sum(added), size / link.bytes_per_s + (link.latency_s if sum(added) else 0.0)
+        assert self.replicas is not None, "made before the first step"
+        found = decide_replicas(load, self.replicas, slots, sim.profile, sim.shape, sim.grouping, steps)
+        self.replicas = found.plan
+        return len(found.copied), found.cost_s if found.copied else 0.0
 
     def learn(self, counts: NDArray, policy: Policy) -> None:
         """Add a step's loads to the history: those of one group, on average."""

@@ -70,7 +70,9 @@ def test_a_trace_tells_imbalance_and_gains(capsys, tmp_path):
     counts = np.stack([[[rng.multinomial(2000, s) for s in shares] for _ in range(4)] for _ in range(5)])
     path = tmp_path / "trace.npz"
     np.savez(path, counts=counts, iteration=np.arange(5))
-    found = planned(capsys, "--ranks", "8", "--device", "a100", "--trace", str(path), "parallel.ep=8")
+    # Of a tiny model's layer nothing would pay.
+    large = ["data.seq_len=2048", "model.d_model=1024", "model.num_heads=8"]
+    found = planned(capsys, "--ranks", "8", "--device", "a100", "--trace", str(path), "parallel.ep=8", *large)
     gains = {gain["name"]: gain for gain in found["balance"]}
     assert gains["none"]["imbalance"] > 1.5
     assert gains["replicas and shadows"]["imbalance"] < 0.7 * gains["none"]["imbalance"]
