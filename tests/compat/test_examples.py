@@ -47,3 +47,37 @@ def test_fastmoe_tutorial_by_mpirun(tmp_path):
 def test_fastmoe_tutorial_learns_the_real_images(tmp_path, real_cifar10):
     losses = fastmoe_tutorial(tmp_path, "--data", str(real_cifar10), "--epochs", "2", "--steps", "150")
     assert losses[1] < losses[0] < 2.35
+
+
+def losses_of(said: str) -> list[float]:
+    """Losses that an example printed."""
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
+
+
+@pytest.mark.distributed
+def test_expert_parallel_takes_the_same_steps_on_any_number_of_processes(tmp_path):
+    script = str(EXAMPLES / "expert_parallel.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--master-port"]
+    one, two = (
+        losses_of(run([*launch, str(free_port()), "--nproc-per-node", world, script], tmp_path)) for world in ("1", "2")
+    )
+    assert len(one) == 5 and one[-1] < 0.6 * one[0]
+    assert two == pytest.approx(one, rel=1e-4)  # a hundred steps, printed to six digits
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_accelerate(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+    ]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command += ["--main_process_port", str(free_port()), str(EXAMPLES / "accelerate_moe.py")]
+    losses = losses_of(run(command, tmp_path, ACCELERATE_USE_CPU="true"))
+    assert len(losses) == 3 and losses[-1] < losses[0]
