@@ -150,6 +150,20 @@ class ShadowProblem:
         state = self.base + self.change[list(experts)].sum(0)
         return int(self.time_ps(state[None], len(experts))[0])
 
+    def least_ps(self) -> int:
+        """No set of shadows is faster than this: the busiest rank has at least the mean of what must be left."""
+        ranks, experts = self.base.shape[1], len(self.totals)
+        computed = int(self.base[0].sum()) // ranks  # rows are computed somewhere, whatever is shadowed
+        price = np.arange(1, experts + 1) * self.costs.shadow_ps
+        price[-1] = self.costs.all_ps
+        if len(self.base) == 1:
+            return computed + int(price.min())
+        # Most that k shadows can take from each quantity: its k largest parts.
+        taken = np.cumsum(np.sort(self.change[:, 1:].sum(-1), axis=0), axis=0)
+        wire = ((self.base[1:].sum(-1) + taken) // ranks).max(-1)
+        busy = np.maximum(wire, computed) if self.costs.overlapped else wire + computed
+        return int((busy + price).min())
+
     def best_prefix(self) -> tuple[int, ...]:
         """The best of: nothing, the hottest expert, the two hottest, and so on."""
         order = np.argsort(-self.totals, kind="stable")
@@ -221,13 +235,15 @@ def choose_shadows(
     problem = problem or ShadowProblem(counts, owner, costs)
     none = problem.time_of(())
     previous = tuple(sorted(e for e in previous if e < len(owner)))
+    most = none * round(1000 * (1 - margin))  # parts of a thousand keep the comparisons in whole numbers
+    if not previous and problem.least_ps() * 1000 > most:
+        return ShadowChoice((), none, none)
     starts = dict.fromkeys([problem.best_prefix(), previous, ()])
     found, best = min((problem.improve(start) for start in starts), key=lambda result: (result[1], result[0]))
-    # Parts of a thousand keep the comparisons in whole numbers.
     kept = problem.time_of(previous)
     if kept <= none and kept * 1000 <= best * round(1000 * (1 + margin)):
         return ShadowChoice(previous, none, kept)
-    if best * 1000 > none * round(1000 * (1 - margin)):
+    if best * 1000 > most:
         return ShadowChoice((), none, none)
     return ShadowChoice(found, none, best)
 
@@ -266,18 +282,16 @@ def _sent(counts_ER: Ints, owner: NDArray, costs: RowCosts) -> list[Ints]:
 
 def _moved(moves: Ints, costs: RowCosts) -> list[Ints]:
     """The same for rows that go to several hosts: `moves` is [R, E, R]."""
-    ranks = moves.shape[0]
-    node = np.arange(ranks) // costs.per_node
-    same = node[:, None] == node[None, :]
-
-    def parts(mask: NDArray, ps: int, far: bool) -> list[Ints]:
-        kept = moves * mask[:, None, :]
-        sent, received = kept.sum(2).T, kept.sum(0)
-        return [-_far(x, costs) * ps if far else -x * ps for x in (sent, received)]
-
-    found = parts(same & ~np.eye(ranks, dtype=bool), costs.inside_ps, False)
+    ranks = len(moves)
+    rank = np.arange(ranks)
+    starts, node = np.arange(0, ranks, costs.per_node), rank // costs.per_node
+    home = moves[rank, :, rank]  # [R, E]
+    near_sent = np.add.reduceat(moves, starts, axis=2)[rank, :, node]
+    near_received = np.add.reduceat(moves, starts, axis=0)[node, :, rank]
+    found = [-(near - home).T * costs.inside_ps for near in (near_sent, near_received)]
     if costs.per_node < ranks:
-        found += parts(~same, costs.between_ps, True)
+        far = (moves.sum(2) - near_sent).T, (moves.sum(0) - near_received.T)
+        found += [-_far(np.ascontiguousarray(x), costs) * costs.between_ps for x in far]
     return found
 
 

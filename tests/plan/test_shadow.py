@@ -178,3 +178,23 @@ def test_a_layer_may_run_data_parallel():
     everything = work_of(counts, owner, found.experts)
     assert everything.moves.sum() == np.trace(everything.moves)
     assert found.after_ps / 1e12 == pytest.approx(layer_time(gloo, small, group, everything, 16).total_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_bound_is_below_every_subset(seed):
+    rng = np.random.default_rng(seed)
+    counts, owner, group = case(seed, 8, 4, 1 + seed % 2, rng.uniform(0, 2), int(10 ** rng.uniform(2, 5)))
+    problem = ShadowProblem(counts, owner, row_costs(DEFAULTS["a100"], SHAPE, group, 8))
+    subsets = [tuple(e for e in range(8) if mask >> e & 1) for mask in range(1, 256)]
+    assert problem.least_ps() <= min(problem.time_of(s) for s in subsets)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("shared", [False, True])
+def test_moves_to_one_host_each_are_the_owners_case(nodes, shared):
+    counts, owner, group = case(7, experts=16, ranks=8, nodes=nodes)
+    costs = row_costs(replace(LINEAR, shared_nic=shared), SHAPE, group, 16)
+    moves = np.zeros((8, 16, 8), dtype=np.int64)
+    moves[:, np.arange(16), owner] = counts
+    plain, moved = ShadowProblem(counts, owner, costs), ShadowProblem(counts, owner, costs, moves.sum(0), moves)
+    assert (plain.change == moved.change).all() and (plain.base == moved.base).all()
