@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from moeflow import logging
 from moeflow.cli.arguments import Arguments, add_verbosity
@@ -102,10 +103,9 @@ def _prepare(
     config = _amended(run, words, launched, step)
     raise_any(refused(differences(load(run.config), config), force))
     if step is None:
-        command = (
-            run.command.read_text(encoding="utf-8").splitlines()[-1] if run.command.is_file() else "moeflow train ..."
+        raise CheckpointError(
+            f"{shown(run.path)} has no checkpoint to go on from.", f"start anew: {_first_command(run)}"
         )
-        raise CheckpointError(f"{shown(run.path)} has no checkpoint to go on from.", f"start anew: {command}")
     run.acquire()
     try:
         update(run, config, force)
@@ -117,6 +117,17 @@ def _prepare(
         raise
     logger.info("resuming %s at step %d", shown(run.path), step)
     return run
+
+
+def _first_command(run: RunDir) -> str:
+    """The command that made the run, without the folder that it took."""
+    lines = run.command.read_text(encoding="utf-8").splitlines() if run.command.is_file() else []
+    commands = [line for line in lines if not line.startswith("#")]
+    try:
+        words = shlex.split(commands[0])
+    except (IndexError, ValueError):  # none, or a word of several lines
+        words = ["moeflow", "train", "..."]
+    return shlex.join(word for word in words if not word.startswith("run.dir="))
 
 
 def _amended(run: RunDir, words: list[str], launched: Launched | None, step: int | None) -> RunConfig:

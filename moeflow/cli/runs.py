@@ -11,13 +11,14 @@ from typing import Any
 
 import yaml
 
+from moeflow.cli.interrupts import ending_at_once
 from moeflow.cli.provenance import command_text, environment
 from moeflow.config.changes import ABSENT, Change, differences, refused
 from moeflow.config.paths import absolute_paths
 from moeflow.config.plain import dump, load
 from moeflow.config.problems import raise_any
 from moeflow.errors import MoeflowError, stopped_code
-from moeflow.logging import get_logger
+from moeflow.logging import get_logger, rank
 from moeflow.schema import RunConfig
 from moeflow.train import rundir
 from moeflow.train.rundir import RunDir
@@ -66,7 +67,8 @@ def resumable(config: RunConfig) -> RunDir | None:
     """Return the run that `resume=auto` goes on with: the one in `run.dir`, else the newest of the recipe that fits.
 
     A run fits when it has a checkpoint, steps are left, nobody trains in it, and it differs from `config` only in keys
-    that may change on resume.
+    that may change on resume.  The one in `run.dir` fits without a checkpoint too: it starts anew in its folder, as
+    after a crash before the first one.
     """
     if config.run.dir is not None:
         folder = Path(config.run.dir)
@@ -74,18 +76,18 @@ def resumable(config: RunConfig) -> RunDir | None:
     else:
         candidates = rundir.list_runs(Path(config.run.root).absolute() / (config.run.recipe or rundir.NO_RECIPE))
     for run in candidates:
-        reason = _unfit(run, config)
+        reason = _unfit(run, config, named=config.run.dir is not None)
         if reason is None:
             return run
         logger.info("resume=auto passes over %s: %s", run.path, reason)
     return None
 
 
-def _unfit(run: RunDir, config: RunConfig) -> str | None:
+def _unfit(run: RunDir, config: RunConfig, named: bool) -> str | None:
     step = run.latest_step()
-    if step is None:
+    if step is None and not named:
         return "it has no checkpoint"
-    if step >= config.trainer.max_steps:
+    if step is not None and step >= config.trainer.max_steps:
         return f"it is done (step {step} of {config.trainer.max_steps})"
     if run.in_use():
         return "it is running"
@@ -136,12 +138,22 @@ def update(run: RunDir, config: RunConfig, force: bool = False) -> list[Change]:
 def supervised(start: Callable[[], int], runs: Sequence[RunDir]) -> int:
     """Call `start`, which trains, and write how it ended into status.json.
 
+    A signal that comes before the training listens to signals ends the process at once.
+
     Args:
         start: returns the exit code.
         runs: the folder that this process answers for; `start` may put it there, and on other ranks it stays empty.
     """
+
+    def interrupted(number: int) -> None:
+        _mark(runs, "interrupted", exit_code=128 + number)
+        _settle(runs, good=False)
+        if rank() == 0:
+            os.write(2, b"interrupted\n")
+
     try:
-        code = start()
+        with ending_at_once(interrupted):
+            code = start()
     except KeyboardInterrupt as stop:
         _mark(runs, "interrupted", exit_code=stopped_code(stop))
         _settle(runs, good=False)

@@ -24,13 +24,14 @@ from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
 
 from moeflow import logging
+from moeflow.cli.interrupts import terminated_as_interrupted
 from moeflow.cli.provenance import command_line
 from moeflow.cli.runs import read_summary, shown
 from moeflow.config.composition import compose_run
 from moeflow.config.options import check_config_dirs, group_names, options
 from moeflow.config.overrides import parse_words
 from moeflow.config.problems import Problem, raise_any
-from moeflow.errors import ConfigError, MoeflowError
+from moeflow.errors import ConfigError, MoeflowError, stopped_code
 from moeflow.train.rundir import RunDir
 
 logger = logging.get_logger(__name__)
@@ -87,7 +88,7 @@ def sweep(words: Sequence[str], config_dirs: Sequence[str], verbosity: int = 0, 
         runner: runs one job, given the words after `moeflow`, and returns its exit code; a process where None.
 
     Returns:
-        0 when every job finished, 1 when some failed, 130 when interrupted.
+        0 when every job finished, 1 when some failed, 128 + signal when interrupted.
 
     Raises:
         ConfigError: the sweep cannot be read, or none of its jobs is valid; nothing was written then.
@@ -101,12 +102,13 @@ def sweep(words: Sequence[str], config_dirs: Sequence[str], verbosity: int = 0, 
     flags = [word for each in folders for word in ("--config-dir", str(each))] + {-1: ["-q"], 1: ["-v"]}.get(
         verbosity, []
     )
-    interrupted = _run_all(jobs, folder, flags, runner or run_process)
+    with terminated_as_interrupted():
+        stop = _run_all(jobs, folder, flags, runner or run_process)
     ranking = rank(jobs)
     _write(folder, jobs, ranking)
     print_table(jobs, ranking, folder)
-    if interrupted:
-        return 128 + signal.SIGINT
+    if stop is not None:
+        return stopped_code(stop)
     return 0 if all(job.state == "finished" for job in jobs) else 1
 
 
@@ -199,28 +201,29 @@ def _make_folder(root: Path) -> Path:
     return folder
 
 
-def _run_all(jobs: Sequence[Job], folder: Path, flags: Sequence[str], runner: Runner) -> bool:
-    """Run the valid jobs in order; returns whether the user interrupted."""
+def _run_all(jobs: Sequence[Job], folder: Path, flags: Sequence[str], runner: Runner) -> KeyboardInterrupt | None:
+    """Run the valid jobs in order; returns what interrupted them, if anything did."""
     todo = [job for job in jobs if job.state == "waiting"]
     for place, job in enumerate(todo, start=1):
         own = next((word.partition("=")[2] for word in job.words if word.startswith("run.dir=")), None)
         job.run_dir = Path(own).absolute() if own else folder / f"{job.number:03d}"
         words = ["train", *flags, *job.words, *([] if own else [f"run.dir={_quoted(job.run_dir)}"])]
         logger.info("[%d/%d] %s", place, len(todo), job.name)
-        started = time.monotonic()
+        started, stop = time.monotonic(), None
         try:
             job.exit_code = runner(job, words)
-        except KeyboardInterrupt:
-            job.state, job.exit_code = "interrupted", 128 + signal.SIGINT
+        except KeyboardInterrupt as error:
+            stop = error
+            job.state, job.exit_code = "interrupted", stopped_code(error)
         job.seconds = time.monotonic() - started
         summary = read_summary(RunDir(job.run_dir))
         job.metrics = {key: float(summary[key]) for key in RANKED_BY if isinstance(summary.get(key), (int, float))}
-        if job.state == "interrupted":
-            return True
+        if stop is not None:
+            return stop
         job.state = "finished" if job.exit_code == 0 else "failed"
         if job.state == "failed":
             logger.error("job %d (%s) failed with exit code %s", job.number, job.name, job.exit_code)
-    return False
+    return None
 
 
 def _quoted(path: Path) -> str:

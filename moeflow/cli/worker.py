@@ -12,13 +12,20 @@ import sys
 from pathlib import Path
 
 from moeflow import logging
-from moeflow.config import load
+from moeflow.cli.interrupts import ending_at_once
 from moeflow.errors import MoeflowError, stopped_code
-from moeflow.train.launch import work
 
 
 def main(argv: list[str]) -> int:
     """Train or evaluate as one rank of the run in argv[0]; returns the exit code."""
+    # Without a word: the process that started the ranks was told too, and speaks for all.
+    with ending_at_once(lambda number: None):
+        return _work(argv)
+
+
+def _work(argv: list[str]) -> int:
+    from moeflow.config import load
+
     run_dir, resume = argv[0], "--resume" in argv[1:]
     logging.setup()
     try:
@@ -27,9 +34,11 @@ def main(argv: list[str]) -> int:
 
             steps = [int(word.partition("=")[2]) for word in argv if word.startswith("--step=")]
             return evaluate_as_rank(load(argv[2]), Path(run_dir), next(iter(steps), None), "--json" in argv)
+        from moeflow.train.launch import work
+
         return work(load(Path(run_dir) / "config.yaml"), run_dir, resume)
     except KeyboardInterrupt as stop:
-        return stopped_code(stop)  # the process that started the ranks was told too, and speaks for all
+        return stopped_code(stop)
     except MoeflowError as error:
         report(error, Path(run_dir))
         return error.exit_code

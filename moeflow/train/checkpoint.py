@@ -106,6 +106,14 @@ class CheckpointStore:
         """Return the step to go on from, or None when nothing was saved."""
         return self._shelf.latest()
 
+    def choose(self, step: int | None) -> int:
+        """Return `step` where there is a checkpoint of it, the latest one where it is None.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        return self._shelf.choose(step)
+
     def best(self, metric: str = "eval/accuracy", direction: str = "max") -> int | None:
         """Return the step whose `meta["metrics"][metric]` is best, or None when no checkpoint has it."""
         ranked = self._shelf.ranked(metric, direction)

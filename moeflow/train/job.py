@@ -6,11 +6,9 @@ evaluate_run(config, run_dir)    what `moeflow eval` runs
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
-from moeflow.errors import CheckpointError
 from moeflow.parallel.prepare import leave
 from moeflow.schema import RunConfig
 from moeflow.train.banner import banner
@@ -21,6 +19,7 @@ from moeflow.train.reporter import Reporter
 from moeflow.train.rundir import RunDir
 from moeflow.train.sample import sample_at_end
 from moeflow.train.session import Session, join, open_session
+from moeflow.train.shelf import resume_command
 from moeflow.train.signals import StopSignal
 from moeflow.train.snapshot import Snapshot
 from moeflow.train.trainer import Trainer
@@ -44,7 +43,7 @@ def train(config: RunConfig, run_dir: str | Path, resume: bool = False) -> Summa
         MoeflowError: the run cannot start or go on; checkpoints are as they were.
         Stopped: by a signal before the first step.
     """
-    with shortage_named(), StopSignal(f"moeflow resume {shlex.quote(str(run_dir))}", begun=False) as stop:
+    with shortage_named(), StopSignal(resume_command(run_dir), begun=False) as stop:
         accelerator, topology = join(config)
         try:
             session = open_session(config, accelerator, topology)
@@ -101,15 +100,7 @@ def _evaluate_run(config: RunConfig, run_dir: str | Path, step: int | None) -> d
     try:
         session = open_session(config, accelerator, topology, training=False)
         store = _store(run_dir, session)
-        found = store.latest() if step is None else step
-        if found is None or found not in store.steps():
-            known = ", ".join(map(str, store.steps())) or "none"
-            raise CheckpointError(
-                f"{Path(run_dir) / CHECKPOINTS}: no checkpoint of step {step}; there: {known}"
-                if step is not None
-                else f"{Path(run_dir) / CHECKPOINTS}: no checkpoint yet",
-                f"moeflow resume {run_dir}",
-            )
+        found = store.choose(step)
         Snapshot(session).load_model(store, found)
         accelerator.prepare_model(session.model, device_placement=False, evaluation_mode=True)
         return {"step": found, **evaluate(session)}

@@ -89,9 +89,7 @@ def start_ranks(config: RunConfig, arguments: Sequence[str]) -> int:
             *arguments,
         ]
     )
-    # torchrun would print its own table about a failed rank, after the rank's own message.
-    for name in ("torch.distributed.elastic", "torch.distributed.run"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    _quiet()
     if config.launch.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
     try:
@@ -106,6 +104,15 @@ def start_ranks(config: RunConfig, arguments: Sequence[str]) -> int:
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
+
+
+def _quiet() -> None:
+    """Keep torchrun from telling of a failed rank or a signal in its own words, after moeflow's."""
+    import torch.distributed.run  # noqa: F401  (its modules each set the level of their own logger)
+
+    for name in ["torch.distributed.elastic", "torch.distributed.run", *logging.root.manager.loggerDict]:
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _threads(config: RunConfig) -> str:

@@ -52,12 +52,14 @@ def read(folder: Path) -> dict[str, Any]:
         CheckpointError: it is missing, damaged, or written by a later format.
     """
     path = folder / NAME
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {folder} is damaged: {NAME} is missing")
     try:
         content = json.loads(path.read_bytes())
         checksum = content.pop("checksum")
         version = int(content["format"])
-    except FileNotFoundError:
-        raise CheckpointError(f"checkpoint {folder} has no {NAME}") from None
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder}: {NAME} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, AttributeError, TypeError):
         raise CheckpointError(f"checkpoint {folder}: {NAME} is damaged: it is not the JSON that was written") from None
     if checksum != _checksum(content):

@@ -23,6 +23,7 @@ from typing import IO, Any
 from moeflow.errors import MoeflowError
 from moeflow.logging import get_logger
 from moeflow.train.files import fsync_folder, json_bytes, plain, write_atomic
+from moeflow.train.shelf import resume_command
 
 logger = get_logger(__name__)
 JSONL, CSV, DISCARDED, SUMMARY = "metrics.jsonl", "metrics.csv", "metrics.discarded.jsonl", "summary.json"
@@ -184,5 +185,5 @@ class _named:
         if isinstance(exc, OSError):
             raise MoeflowError(
                 f"{exc.filename or self.path} cannot be written: {exc.strerror or exc}",
-                f"free or mend the disk, then go on: moeflow resume {self.path.parent}",
+                f"free or mend the disk, then go on: {resume_command(self.path.parent)}",
             ) from exc

@@ -34,7 +34,7 @@ from moeflow.errors import ConfigError, LaunchError
 from moeflow.logging import get_logger
 from moeflow.schema import RunConfig
 from moeflow.train.files import json_bytes, write_atomic
-from moeflow.train.shelf import Shelf
+from moeflow.train.shelf import Shelf, resume_command
 
 logger = get_logger(__name__)
 
@@ -331,7 +331,7 @@ def _taken(path: Path) -> ConfigError:
     if not path.is_dir():
         return ConfigError(f"run.dir={path} is a file.", "run.dir=NEW_FOLDER, or leave it out")
     if (path / CONFIG).is_file() or (path / STATUS).is_file():
-        return ConfigError(f"run.dir={path} holds a run already.", f"moeflow resume {path}, or another run.dir")
+        return ConfigError(f"run.dir={path} holds a run already.", f"{resume_command(path)}, or another run.dir")
     return ConfigError(f"run.dir={path} is not empty.", "run.dir=NEW_FOLDER, or leave it out")
 
 

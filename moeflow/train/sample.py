@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeflow.errors import CheckpointError, ConfigError
+from moeflow.errors import ConfigError
 from moeflow.models.generate import continue_text
 from moeflow.models.lm_task import LanguageModelTask, opening
 from moeflow.parallel.prepare import leave
@@ -102,15 +102,7 @@ def _load(session: Session, run_dir: str | Path, step: int | None) -> None:
     folder = Path(run_dir) / "checkpoints"
     store = CheckpointStore(folder, rank=0, world=1)
     try:
-        found = store.latest() if step is None else step
-        if found is None or found not in store.steps():
-            known = ", ".join(map(str, store.steps())) or "none"
-            raise CheckpointError(
-                f"{folder}: no checkpoint of step {step}; there: {known}"
-                if step is not None
-                else f"{folder}: no checkpoint yet",
-                f"moeflow resume {run_dir}",
-            )
+        found = store.choose(step)
         Snapshot(session).load_model(store, found)
     finally:
         store.close()

@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import socket
 from pathlib import Path
@@ -46,10 +47,14 @@ class Shelf:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Return the steps of all complete checkpoints, rising."""
+        """Return the steps of all complete checkpoints, rising.
+
+        One that has lost its manifest is among them: it was complete when it got its name, so it is damaged now, and
+        has to be told of and not passed over.
+        """
         if not self.folder.is_dir():
             return []
-        names = [path.name for path in self.folder.iterdir() if (path / manifest.NAME).is_file()]
+        names = [path.name for path in self.folder.iterdir() if path.is_dir()]
         return sorted({int(match[1]) for match in map(_COMPLETE.fullmatch, names) if match})
 
     def latest(self) -> int | None:
@@ -79,6 +84,21 @@ class Shelf:
         mend = f"choose one of the steps {held}" if held else "check the path of the run folder, or train first"
         raise CheckpointError(f"there is no checkpoint of step {step} in {self.folder}", mend)
 
+    def choose(self, step: int | None) -> int:
+        """Return `step` where there is a checkpoint of it, the latest one where it is None.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        found = self.latest() if step is None else step
+        if found is None:
+            raise CheckpointError(
+                f"there is no checkpoint in {self.folder} yet",
+                "wait for the run's first one (checkpoint.every), or choose another run (ls -d outputs/*/*)",
+            )
+        self.path(found)
+        return found
+
     def meta(self, step: int) -> dict[str, Any]:
         """Return what `meta.json` of a checkpoint holds.
 
@@ -86,18 +106,31 @@ class Shelf:
             CheckpointError: it is missing or damaged.
         """
         path = self.path(step) / META
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing", self.way_out(step))
         try:
-            return json.loads(path.read_bytes())
+            content = json.loads(path.read_bytes())
         except (OSError, ValueError) as exc:
             raise CheckpointError(f"{path} cannot be read: {exc}", self.way_out(step)) from exc
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path} is damaged: it holds no table", self.way_out(step))
+        return content
 
     def ranked(self, metric: str, direction: str) -> list[int]:
-        """Return the steps that have a finite `meta["metrics"][metric]`, best first; of equal ones the later."""
+        """Return the steps that have a finite `meta["metrics"][metric]`, best first; of equal ones the later.
+
+        Checkpoints whose `meta.json` is damaged are left out, with a warning.
+        """
         assert direction in ("max", "min")
         sign = -1.0 if direction == "max" else 1.0
         scores = []
         for step in self.steps():
-            value = (self.meta(step).get("metrics") or {}).get(metric)
+            try:
+                value = (self.meta(step).get("metrics") or {}).get(metric)
+            except CheckpointError as error:
+                # A run does not end because an old checkpoint of its was damaged.
+                logger.warning("%s; it is not among the best", error.what)
+                continue
             if value is not None and math.isfinite(float(value)):
                 scores.append((sign * float(value), -step))
         return [-step for _, step in sorted(scores)]
@@ -247,6 +280,6 @@ class Shelf:
             logger.warning("could not delete %s: %s", trash, exc)
 
 
-def resume_command(run_dir: Path, step: int | None = None) -> str:
+def resume_command(run_dir: str | Path, step: int | None = None) -> str:
     """Return the command that goes on with a run, from its latest checkpoint or from an earlier one."""
-    return f"moeflow resume {run_dir}" + ("" if step is None else f" --step {step}")
+    return f"moeflow resume {shlex.quote(str(run_dir))}" + ("" if step is None else f" --step {step}")

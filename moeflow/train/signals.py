@@ -120,7 +120,7 @@ class StopSignal:
         if self.signum is None:
             self.signum = number
             self._asked_at = time.monotonic()
-            if rank() == 0 and self._begun:
+            if rank() == 0 and self._begun and not self._stopped:
                 later = f"; go on later with: {self.resume_command}" if self.resume_command else ""
                 logger.warning("%s: saving after this step, then stopping (once more: at once)%s", name, later)
             elif rank() == 0:

@@ -57,14 +57,15 @@ class Snapshot:
         Returns:
             The checkpoint's meta.
         """
+        store.verify(step)
         meta = store.read_meta(step)
         assert self.optimizer is not None
         if meta.get(WEIGHTS_ONLY):
             logger.info("the checkpoint holds parameters alone: the optimizer starts anew")
-            store.load(step, state.model_tensors(self.session.model, self.placements))
+            store.load(step, state.model_tensors(self.session.model, self.placements), verify=False)
         else:
             state.allocate_optimizer_state(self.optimizer)
-            store.load(step, self._tensors())
+            store.load(step, self._tensors(), verify=False)
         if meta["layout"] == self._layout():
             _set_random_state(store.load_local(step))
         else:

@@ -175,6 +175,10 @@ def test_no_checkpoint(training, moeflow) -> None:
     assert "no checkpoint" in err
     assert "moeflow train +recipe=cifar_moe" in err
     assert len(training.calls) == 1
+    command = training.run_dir / "command.txt"
+    command.write_text("# when\nmoeflow train +recipe=cifar_moe 'run.dir=a b' 'run.name=\"c d\"'\n# later\nmoeflow x\n")
+    err = moeflow("resume", str(training.run_dir))[2]
+    assert err.endswith("start anew: moeflow train +recipe=cifar_moe 'run.name=\"c d\"'\n"), "the folder is taken"
 
 
 def test_a_run_in_use(training, moeflow, stopped: Path) -> None:

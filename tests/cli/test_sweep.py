@@ -172,6 +172,7 @@ def stop(number, frame):
     global count
     count += 1
 signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGTERM, stop)
 print("started", flush=True)
 while not count:
     time.sleep(0.02)
@@ -190,7 +191,8 @@ sys.exit(sweep.sweep(["gate=naive,switch"], []))
 
 
 @pytest.mark.timeout(90)
-def test_ctrl_c_reaches_the_job_once_and_it_may_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_the_job_once_and_it_may_save(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "job.py").write_text(JOB)
     process = subprocess.Popen(
         [sys.executable, "-c", SWEEP],
@@ -205,9 +207,9 @@ def test_ctrl_c_reaches_the_job_once_and_it_may_save(tmp_path: Path) -> None:
     while "started" not in process.stdout.readline():
         assert process.poll() is None
     time.sleep(0.2)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole group
+    os.killpg(process.pid, number)  # as a terminal does: the whole group
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, out
+    assert process.returncode == 128 + number, out
     written = result(tmp_path)
     assert [job["state"] for job in written["jobs"]] == ["interrupted", "waiting"]
     assert written["jobs"][0]["metrics"] == {"eval/loss": 0.25}

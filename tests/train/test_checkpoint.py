@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shlex
 import subprocess
 import sys
 import time
@@ -240,14 +241,33 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("harm", [flip, truncate, Path.unlink])
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def lead_nowhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("harm", [flip, truncate, Path.unlink, replace_by_folder, replace_by_pipe, lead_nowhere])
 def test_every_damaged_file_is_named_and_the_step_before_is_offered(tmp_path, harm):
     run_dir = tmp_path / "run"
-    for name in sorted(path.relative_to(run_dir) for path in _three_steps(run_dir)):
+    names = sorted(path.relative_to(run_dir) for path in _three_steps(run_dir))
+    assert "manifest.json" in {name.name for name in names}
+    for name in names:
         files = _three_steps(run_dir)
         store = CheckpointStore(run_dir / "checkpoints")
         harm(run_dir / name)
-        before = {path: path.read_bytes() for path in files if path.exists()}
+        assert store.latest() == 3, "it is told of, not passed over"
+        before = {path: path.read_bytes() for path in files if path.is_file()}
         tensors = small(-1.0)
         with pytest.raises(CheckpointError) as caught:
             store.load(3, tensors)
@@ -351,6 +371,30 @@ def test_a_lost_or_spoilt_pointer_gives_the_newest_step(tmp_path):
     assert store.latest() == 2
     store.rewind(1)
     assert store.latest() == 1
+
+
+def test_damage_to_an_old_checkpoint_ends_no_run(tmp_path, caplog):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        save_small(store, step, **{"eval/accuracy": step})
+    (tmp_path / "step_00000001" / "meta.json").write_text("[]")
+    (tmp_path / "step_00000002" / "meta.json").unlink()
+    save_small(store, 4)
+    assert store.prune(keep_last=1, keep_best=1) == [1, 2]
+    assert store.best() == 3
+    assert "step_00000001/meta.json" in caplog.text and "step_00000002/meta.json" in caplog.text
+
+
+def test_commands_hold_paths_as_the_shell_takes_them(tmp_path):
+    run_dir = tmp_path / "two words"
+    store = CheckpointStore(run_dir / "checkpoints")
+    for step in (1, 2):
+        save_small(store, step)
+    flip(run_dir / "checkpoints" / "step_00000002" / "__0_0.distcp")
+    with pytest.raises(CheckpointError) as caught:
+        store.verify(2)
+    command = caught.value.mend.partition(": ")[2]
+    assert shlex.split(command) == ["moeflow", "resume", str(run_dir), "--step", "1"]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
