@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moeflow.errors import ConfigError
+from moeflow.parallel.rendezvous import rejoin
 from moeflow.schema import RunConfig
 
 _MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -34,6 +35,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     if config.precision.dtype == "fp16" and use_cpu:
         raise ConfigError("precision=fp16: CPUs train in fp32 or bf16", "precision=bf16")
     timeout = timedelta(seconds=config.launch.timeout_s)
+    rejoin("gloo" if use_cpu else "nccl", timeout)
     return Accelerator(
         cpu=use_cpu,
         mixed_precision=_MIXED[config.precision.dtype],

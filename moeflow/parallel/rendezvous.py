@@ -6,6 +6,7 @@ that the launcher prepared.  Only then is the process group made, with what the 
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Callable
@@ -35,7 +36,7 @@ def agree(launched: Launched, decide: Callable[[], str], timeout_s: float = 300.
         return decide()
     timeout = timedelta(seconds=timeout_s)
     try:
-        store, _, _ = next(iter(dist.rendezvous("env://", launched.rank, launched.world, timeout=timeout)))
+        store = _store(launched.rank, launched.world, timeout)
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"rank {launched.rank} does not reach rank 0: {error}", "check MASTER_ADDR and MASTER_PORT"
@@ -45,7 +46,7 @@ def agree(launched: Launched, decide: Callable[[], str], timeout_s: float = 300.
             reply: str | MoeflowError = decide()
         except MoeflowError as error:
             reply = error
-        store.set(_KEY, pickle.dumps(reply))
+        store.set(_KEY, pickle.dumps(reply))  # type: ignore[arg-type]  # bytes are taken
     else:
         try:
             store.wait([_KEY], timeout)
@@ -61,6 +62,28 @@ def agree(launched: Launched, decide: Callable[[], str], timeout_s: float = 300.
     if isinstance(reply, MoeflowError):
         raise reply
     return reply
+
+
+def restarts() -> int:
+    """How often torchrun has started the ranks anew (its --max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def rejoin(backend: str, timeout: timedelta) -> None:
+    """After a restart by torchrun, make the process group under names of its own; otherwise do nothing.
+
+    The agent's store outlives the ranks, so that those that start anew would find the addresses of the dead ones.
+    """
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if restarts() == 0 or world == 1 or dist.is_initialized():
+        return
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(backend, store=_store(rank, world, timeout), rank=rank, world_size=world, timeout=timeout)
+
+
+def _store(rank: int, world: int, timeout: timedelta) -> dist.Store:
+    store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))
+    return dist.PrefixStore(f"restart{restarts()}", store) if restarts() else store
 
 
 def _wait_for_readers(store: dist.Store, world: int, timeout_s: float) -> None:
