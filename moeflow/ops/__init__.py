@@ -11,13 +11,15 @@ operator uses, and why, is `moeflow.ops.backend.describe()`.
     grouped_mlp  rows [R, D], weights     -> rows [R, D]
     grouped_linear  rows [R, I], weights  -> rows [R, O]
     combine      rows [R, D], weights     -> y [T, D]
+    regroup      rows [R, D], counts      -> rows [R, D], by expert instead of by source rank, or back
 """
 
 from moeflow.ops.capacity import expert_capacity, limit_by_capacity
 from moeflow.ops.grouped_linear import grouped_linear
 from moeflow.ops.grouped_mlp import grouped_mlp
-from moeflow.ops.permute import combine, dispatch, reorder
+from moeflow.ops.permute import combine, dispatch
 from moeflow.ops.plan import DispatchPlan, histogram, make_padded_plan, make_plan
+from moeflow.ops.regroup import regroup
 from moeflow.ops.topk import top_k
 
 __all__ = [
@@ -31,6 +33,6 @@ __all__ = [
     "limit_by_capacity",
     "make_padded_plan",
     "make_plan",
-    "reorder",
+    "regroup",
     "top_k",
 ]

@@ -23,6 +23,7 @@ OPERATORS = (
     "limit_by_capacity",
     "dispatch",
     "combine",
+    "regroup",
     "activation",
     "grouped_mlp",
 )

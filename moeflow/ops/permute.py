@@ -50,17 +50,6 @@ def combine(rows_RD: Tensor, plan: DispatchPlan, weights_TK: Tensor | None = Non
     return _combine(rows_RD, weights_TK, plan.row_of_TK, plan.slot_of_row_R, plan.padded)
 
 
-def reorder(rows_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """Return rows_RD[order_R], whose gradient is a copy too: the rows of the gradient in the inverse order.
-
-    Args:
-        rows_RD: [R, D].
-        order_R: integer [R], a permutation.
-        inverse_R: integer [R], its inverse.
-    """
-    return _reorder(rows_RD, order_R, inverse_R)
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Dtype of sums: fp32 for half types."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -235,25 +224,3 @@ def _combine_grad(ctx: Any, grad_TD: Tensor) -> Any:
 
 
 _combine.register_autograd(_combine_grad, setup_context=_combine_setup)
-
-
-@torch.library.custom_op("moeflow::reorder", mutates_args=())
-def _reorder(rows_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-    return rows_RD.index_select(0, order_R)
-
-
-@_reorder.register_fake
-def _(rows_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-    return torch.empty_like(rows_RD)
-
-
-def _reorder_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, order_R, inverse_R = inputs
-    ctx.save_for_backward(inverse_R, order_R)
-
-
-def _reorder_backward(ctx: Any, grad_RD: Tensor) -> Any:
-    return _reorder(grad_RD.contiguous(), *ctx.saved_tensors), None, None
-
-
-_reorder.register_autograd(_reorder_backward, setup_context=_reorder_setup)

@@ -20,30 +20,22 @@ from moeflow.parallel.topology import Topology
 
 
 @dataclass(frozen=True)
-class _Order:
-    """A permutation of rows and its inverse."""
-
-    order_R: Tensor
-    inverse_R: Tensor
-
-
-@dataclass(frozen=True)
 class _Way:
     """What the way back needs.
 
     Attributes:
         send: rows sent to each ep rank.
         receive: rows received from each ep rank.
-        arrival: from the order of arrival to the order by local expert; None when they are the same.
-        gathered: rows of each etp rank.
-        merge: from the order after gathering over etp to the order by local expert; likewise.
+        arrived_WL: rows of each local expert from each ep rank.
+        gathered: rows of each etp rank; None without etp.
+        merged_WL: rows of each local expert from each etp rank.
     """
 
     send: list[int]
     receive: list[int]
-    arrival: _Order | None = None
+    arrived_WL: Tensor
     gathered: list[int] | None = None
-    merge: _Order | None = None
+    merged_WL: Tensor | None = None
 
 
 class RankDispatcher:
@@ -81,54 +73,19 @@ class RankDispatcher:
         # One copy to the host for both: the split sizes of the all-to-all have to be known there.
         send, receive = torch.stack([sent_WL.sum(1), received_WL.sum(1)]).tolist()
         rows_RD = collectives.all_to_all_rows(rows_RD, send, receive, self.ep)
-        arrival = _by_expert(received_WL)
-        rows_RD = _apply(rows_RD, arrival)
+        rows_RD = ops.regroup(rows_RD, received_WL)
         counts_L = received_WL.sum(0)
         if self.etp.size == 1:
-            return rows_RD, counts_L, _Way(send, receive, arrival)
+            return rows_RD, counts_L, _Way(send, receive, received_WL)
         counts_WL = torch.stack(collectives.all_gather(counts_L, self.etp))
         gathered = counts_WL.sum(1).tolist()
-        merge = _by_expert(counts_WL)
-        rows_RD = _apply(collectives.gather_rows(rows_RD, gathered, self.etp), merge)
-        return rows_RD, counts_WL.sum(0), _Way(send, receive, arrival, gathered, merge)
+        rows_RD = ops.regroup(collectives.gather_rows(rows_RD, gathered, self.etp), counts_WL)
+        return rows_RD, counts_WL.sum(0), _Way(send, receive, received_WL, gathered, counts_WL)
 
     def combine(self, rows_RD: Tensor, state: _Way) -> Tensor:
         if state.gathered is not None:
-            rows_RD = collectives.scatter_rows(_undo(rows_RD, state.merge), state.gathered, self.etp)
-        return collectives.all_to_all_rows(_undo(rows_RD, state.arrival), state.receive, state.send, self.ep)
-
-
-def _by_expert(counts_WL: Tensor) -> _Order | None:
-    if counts_WL.shape[0] == 1 or counts_WL.shape[1] == 1:
-        return None
-    order_R = rank_major_to_expert_major(counts_WL)
-    inverse_R = torch.empty_like(order_R)
-    inverse_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
-    return _Order(order_R, inverse_R)
-
-
-def _apply(rows_RD: Tensor, order: _Order | None) -> Tensor:
-    return rows_RD if order is None else ops.reorder(rows_RD, order.order_R, order.inverse_R)
-
-
-def _undo(rows_RD: Tensor, order: _Order | None) -> Tensor:
-    return rows_RD if order is None else ops.reorder(rows_RD, order.inverse_R, order.order_R)
-
-
-def rank_major_to_expert_major(counts_WL: Tensor) -> Tensor:
-    """Order that turns rows sorted by (source, expert) into rows sorted by (expert, source).
-
-    Args:
-        counts_WL: int64 [W, L], rows from each source for each local expert.
-
-    Returns:
-        int64 [R]: entry r is the row, in the first order, that comes r-th in the second.
-
-    Example: counts [[1, 2], [1, 1]] give [0, 3, 1, 2, 4].
-    """
-    num_rows = int(counts_WL.sum())
-    first_WL = (torch.cumsum(counts_WL.flatten(), 0) - counts_WL.flatten()).view_as(counts_WL)
-    block_N = counts_WL.t().reshape(-1)
-    start_N = torch.cumsum(block_N, 0) - block_N
-    shift_R = torch.repeat_interleave(first_WL.t().reshape(-1) - start_N, block_N, output_size=num_rows)
-    return torch.arange(num_rows, device=counts_WL.device) + shift_R
+            assert state.merged_WL is not None
+            rows_RD = ops.regroup(rows_RD, state.merged_WL, inverse=True)
+            rows_RD = collectives.scatter_rows(rows_RD, state.gathered, self.etp)
+        rows_RD = ops.regroup(rows_RD, state.arrived_WL, inverse=True)
+        return collectives.all_to_all_rows(rows_RD, state.receive, state.send, self.ep)

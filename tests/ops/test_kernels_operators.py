@@ -70,6 +70,22 @@ def test_dispatch_and_combine_with_gradients(dtype, padded, monkeypatch):
     assert any("combine_rows_backward" in name for name in launches)
 
 
+def test_regroup_with_its_gradient(monkeypatch):
+    generator = torch.Generator().manual_seed(4)
+    counts = torch.tensor([[1, 0, 3], [2, 2, 0]])
+    rows0, target = torch.randn(8, 6, generator=generator), torch.randn(8, 6, generator=generator)
+
+    def compute():
+        rows = rows0.clone().requires_grad_()
+        out = ops.regroup(rows, counts)
+        (out * target).sum().backward()
+        return [out, rows.grad, ops.regroup(out, counts, inverse=True)]
+
+    plain, on_kernels, launches = both(monkeypatch, compute)
+    assert_same(plain, on_kernels)
+    assert len(launches) == 3
+
+
 def test_a_whole_layer(monkeypatch):
     generator = torch.Generator().manual_seed(2)
     torch.manual_seed(0)

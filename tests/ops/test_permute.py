@@ -1,4 +1,4 @@
-"""dispatch, combine and reorder against loops over tokens."""
+"""dispatch and combine against loops over tokens."""
 
 from __future__ import annotations
 
@@ -124,18 +124,6 @@ def test_results_are_bitwise_the_same_on_every_run():
     assert all(torch.equal(once, ops.combine(rows, plan, weights)) for _ in range(3))
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 20])
-def test_reorder_and_its_gradient(num_rows: int):
-    torch.manual_seed(num_rows)
-    order = torch.randperm(num_rows)
-    inverse = torch.argsort(order)
-    rows = torch.randn(num_rows, 3, dtype=torch.float64, requires_grad=True)
-    out = ops.reorder(rows, order, inverse)
-    assert out.tolist() == [rows[i].tolist() for i in order.tolist()]
-    assert torch.equal(ops.reorder(out, inverse, order), rows)
-    assert torch.autograd.gradcheck(lambda r: ops.reorder(r, order, inverse), rows)
-
-
 def padded_case(num_tokens: int, capacity: int, dtype=torch.float64):
     torch.manual_seed(num_tokens)
     ids = ops.limit_by_capacity(torch.randint(-1, 4, (num_tokens, 2)), 4, capacity)
@@ -187,5 +175,3 @@ def test_opcheck(padded: bool):
     check(torch.ops.moeflow.gather_sum.default, (rows, *maps))
     check(torch.ops.moeflow.combine.default, (rows, weights, *maps))
     check(torch.ops.moeflow.combine_backward.default, (x.detach(), rows.detach(), weights.detach(), *maps))
-    order = torch.randperm(rows.shape[0])
-    check(torch.ops.moeflow.reorder.default, (rows, order, torch.argsort(order)))

@@ -36,7 +36,7 @@ def run_one(name, parallel):
 
 @pytest.mark.distributed
 def test_a_norm_over_all_heads_is_refused_with_tensor_parallelism():
-    with pytest.raises(RanksFailed, match="model.qk_norm=all"):
+    with pytest.raises(RanksFailed, match=r"model\.qk_norm=all"):
         run_ranks(refused, 2, timeout=60, init=False)
 
 

@@ -1,21 +1,13 @@
-"""Dispatch over ranks: orders against loops, rows back where they came from, gradients of the collectives."""
+"""Dispatch over ranks: rows back where they came from, gradients of the collectives."""
 
 import pytest
 import torch
 
 from moeflow.parallel import collectives
-from moeflow.parallel.dispatcher import RankDispatcher, rank_major_to_expert_major
+from moeflow.parallel.dispatcher import RankDispatcher
 from moeflow.parallel.topology import Topology
 from moeflow.schema import ParallelConfig
 from tests.distributed import run_ranks
-
-
-@pytest.mark.parametrize("counts", [[[1, 2], [1, 1]], [[0, 0, 0], [0, 0, 0]], [[3, 0, 2], [0, 4, 1], [2, 2, 0]], [[5]]])
-def test_order_by_expert_against_a_sort(counts):
-    table = torch.tensor(counts)
-    labels = [(expert, source) for source, row in enumerate(counts) for expert, n in enumerate(row) for _ in range(n)]
-    expected = sorted(range(len(labels)), key=lambda i: labels[i])
-    assert rank_major_to_expert_major(table).tolist() == expected
 
 
 def rows_of(rank: int, counts: list[int]) -> torch.Tensor:

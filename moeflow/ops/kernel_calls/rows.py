@@ -22,8 +22,7 @@ from moeflow.ops.kernel_calls.checks import (
     require_int32,
     row_block,
 )
-
-MAX_SEGMENTS = 4096  # two tables of 4 bytes each in 48 KiB of shared memory, less what the kernel holds itself
+from moeflow.ops.regroup import MAX_SEGMENTS
 
 
 def dispatch(x_TD: Tensor, row_of_TK: Tensor, slot_of_row_R: Tensor, padded: bool = False) -> Tensor:
