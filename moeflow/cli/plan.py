@@ -74,6 +74,8 @@ def main(argv: list[str]) -> int:
     study = _study(args, model, config, cluster)
     imbalance = study.by_ranks if study is not None else (args.imbalance or 1.2)
     steps = StepModel(model, cluster, config.precision.dtype, imbalance, not args.no_overlap)
+    if any(word.lstrip("+").startswith("model.activation_checkpointing=") for word in kept):
+        fixed["checkpointing"] = int(config.model.activation_checkpointing)  # type: ignore[attr-defined]
     found = search(steps, config.data.batch_size, args.keep, fixed)
     words = plan_words(found.proposals[0], config)
     if args.apply:

@@ -63,9 +63,11 @@ def candidates(
         world: ranks.
         batch: samples of one step over all ranks.
         checkpointing: choices to try.
-        fixed: pp, tp, ep or etp that are given.
+        fixed: pp, tp, ep or etp that are given, or checkpointing.
     """
     fixed = fixed or {}
+    if "checkpointing" in fixed:
+        checkpointing = (bool(fixed["checkpointing"]),)
     layers = len(model.layers)
     for pp in _choices(world, "pp", fixed, layers):
         split = stage_split(model.costs, model.head_cost, pp)

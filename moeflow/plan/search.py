@@ -56,7 +56,7 @@ def search(model: StepModel, batch: int, keep: int = 5, fixed: dict | None = Non
         model: of the step, with the cluster and the model's sizes.
         batch: samples of one step over all ranks.
         keep: proposals to return.
-        fixed: axes that are given (pp, tp, ep, etp).
+        fixed: axes that are given (pp, tp, ep, etp, checkpointing).
         world: ranks; None takes the cluster's.
 
     Raises:

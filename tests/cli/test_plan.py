@@ -50,6 +50,9 @@ def test_sums(capsys):
 def test_axes_that_are_named_stay(capsys):
     found = planned(capsys, "--ranks", "8", "parallel.tp=2", "parallel.ep=4", "trainer.grad_accum=7")
     assert {(p["tp"], p["ep"]) for p in found["proposals"]} == {(2, 4)}
+    for again in (False, True):
+        found = planned(capsys, "--ranks", "8", f"model.activation_checkpointing={again}")
+        assert {p["checkpointing"] for p in found["proposals"]} == {again}
     assert split_words(["a=1", "parallel.pp=3", "launch.processes=5"]) == (["a=1"], {"pp": 3}, 5)
 
 
