@@ -39,7 +39,7 @@ LAYOUTS: dict[int, dict[str, int]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--count", type=int, nargs="+", default=[16, 1024], help="ranks to count groups for")
+    parser.add_argument("--count", type=int, nargs="+", default=[16, 1024, 16384], help="ranks to count groups for")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     print(f"{datetime.date.today()}, {os.cpu_count()} cores, gloo, torch {torch.__version__}\n")
@@ -53,20 +53,28 @@ def main() -> None:
         words = " ".join(f"{key}={value}" for key, value in LAYOUTS[world].items())
         cpu = 1000 * min(run[4] for run in runs)
         print(f"| {world} | {words} | {runs[0][3]} | {rendezvous:.2f} | {groups:.2f} | {first:.2f} | {cpu:.0f} |")
-    print("\n| ranks | layout | new_group calls of a rank | different groups in all |\n|---|---|---|---|")
+    print("\n| ranks | layout | new_group calls of a rank | of all ranks | different groups |\n|---|---|---|---|---|")
     for world in options.count:
         layout = Layout(world, pp=2, tp=2, ep=2, etp=2)
-        calls, groups_in_all = count(layout)
-        print(f"| {world} | pp=2 tp=2 ep=2 etp=2 | {calls} | {groups_in_all} |")
+        calls, of_all, different = count(layout)
+        print(f"| {world:,} | pp=2 tp=2 ep=2 etp=2 | {calls} | {of_all:,} | {different:,} |")
 
 
-def count(layout: Layout) -> tuple[int, int]:
-    """(most `new_group` calls of any of the first and last ranks, different groups of the whole layout)."""
+def count(layout: Layout) -> tuple[int, int, int]:
+    """(most `new_group` calls of any rank looked at, calls of all ranks, different groups of the whole layout).
+
+    The first and the last ranks are looked at; beside these groups, a run makes two over all ranks, for control.
+    """
     shown = sorted({*range(min(layout.world, 64)), *range(max(0, layout.world - 64), layout.world)})
     calls = max(len(_own_groups(layout, rank)) for rank in shown)
     groups = {tuple(group) for axis in AXES for group in layout.groups(axis) if len(group) > 1}
-    groups |= {tuple(layout.stage_group(rank)) for rank in range(0, layout.world, layout.stage) if layout.pp > 1}
-    return calls, len(groups - {tuple(range(layout.world))})
+    if layout.pp > 1:
+        groups |= {tuple(layout.stage_group(rank)) for rank in range(0, layout.world, layout.stage)}
+        groups |= {(group[0], group[-1]) for group in layout.groups("pp")}
+    groups -= {tuple(range(layout.world))}
+    missing = {group for rank in shown for group in _own_groups(layout, rank)} - groups
+    assert not missing, f"groups that are not counted: {missing}"
+    return calls, sum(map(len, groups)), len(groups)
 
 
 def _own_groups(layout: Layout, rank: int) -> set[tuple[int, ...]]:
