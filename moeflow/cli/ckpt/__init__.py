@@ -26,7 +26,7 @@ _ALL = (
     Task("reshard", "make", "RUN_DIR NEW_DIR [KEY=VALUE ...]", "copy a checkpoint into a run of another layout", 2),
     Task("experts", "make", "RUN_DIR NEW_DIR --duplicate N ...", "begin a run with another number of experts", 2),
     Task("export", "exchange", "RUN_DIR OUT_DIR", "write a gpt model as a Hugging Face folder", 2),
-    Task("import", "exchange", "SOURCE_DIR NEW_DIR [KEY=VALUE ...]", "begin a run from a Hugging Face folder", 2),
+    Task("import", "exchange", "SOURCE_DIR NEW_DIR [KEY=VALUE ...]", "begin a run from Hugging Face or DeepSpeed", 2),
 )
 TASKS = {task.name: task for task in _ALL}
 
@@ -42,6 +42,13 @@ def arguments() -> Arguments:
     parser.flag("--upcycle", metavar="N", help="experts: N copies of each dense MLP")
     parser.flag("--noise", metavar="S", default="0", help="experts: deviation added to copies, relative to theirs")
     parser.flag("--seed", metavar="S", default="0", help="experts: of the noise and of new gates")
+    parser.flag(
+        "--rename",
+        metavar="OLD:NEW",
+        action="append",
+        default=[],
+        help="import from DeepSpeed: beginning of names to replace (may be repeated)",
+    )
     parser.flag("--family", metavar="NAME", help="export: family of models; the first that fits where left out")
     parser.flag("--dtype", metavar="TYPE", default="fp32", help="export: fp32, bf16 or fp16 (fp32)")
     add_verbosity(parser)

@@ -1,4 +1,4 @@
-"""`moeflow ckpt export` and `moeflow ckpt import`: Hugging Face folders."""
+"""`moeflow ckpt export` and `moeflow ckpt import`: Hugging Face folders, and DeepSpeed-MoE's checkpoints."""
 
 from __future__ import annotations
 
@@ -41,23 +41,39 @@ def export_(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def import_(args: argparse.Namespace, words: Sequence[str]) -> int:
-    """Begin a run from a Hugging Face folder: its model and gate, everything else from a recipe and overrides."""
+    """Begin a run from elsewhere, all that the source does not say from a recipe and overrides.
+
+    A Hugging Face folder brings model and gate.  A checkpoint of DeepSpeed-MoE brings parameters alone: they have to be
+    those of the recipe's model.
+    """
     source = Path(words[0])
     if not source.is_dir():
-        raise ConfigError(f"there is no folder {source}.", "give a folder with config.json and *.safetensors")
+        raise ConfigError(f"there is no folder {source}.", "give a Hugging Face folder, or one of DeepSpeed's")
     from moeflow.config.composition import compose_run
 
     overrides = list(words[2:])
     recipe = [] if any(word.startswith("+recipe=") for word in overrides) else [f"+recipe={_RECIPE}"]
     composition = compose_run([*recipe, *overrides])
-    from moeflow.compat.huggingface.folder import load_folder
-
-    model, gate, tensors = load_folder(source)
     config = composition.config
-    config.model, config.gate = model, gate
+    from moeflow.compat import deepspeed_moe
+
+    if deepspeed_moe.is_checkpoint(source):
+        tensors = deepspeed_moe.load(source, dict(_pair(word) for word in args.rename))
+        config = settle_vocabulary(config, {f"model/{name}": tensor for name, tensor in tensors.items()})
+    else:
+        from moeflow.compat.huggingface.folder import load_folder
+
+        config.model, config.gate, tensors = load_folder(source)
     validate(config)
     came_from = origin("import", source, None, {"words": overrides})
     keyed = {f"model/{name}": tensor for name, tensor in tensors.items()}
     base = compose_run([*recipe, *(word for word in overrides if word.startswith("+recipe="))], rules=False).config
     begin_run(words[1], config, base, 0, keyed, came_from, overrides)
     return 0
+
+
+def _pair(word: str) -> tuple[str, str]:
+    old, mark, new = word.partition(":")
+    if not mark:
+        raise ConfigError(f"--rename {word}: must be OLD:NEW.", "--rename module.moe:moe")
+    return old, new
