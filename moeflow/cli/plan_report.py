@@ -22,7 +22,7 @@ def as_text(model: StepModel, found: Search, study: Study | None, words: list[st
         _time(best.time),
         _memory(model, best),
         "\n".join(
-            ["why", *(f"  {reason}" for reason in found.reasons), *(f"  {line}" for line in _remarks(best.time))]
+            ["why", *(f"  {reason}" for reason in found.reasons), *(f"  {line}" for line in _remarks(best.time, words))]
         ),
     ]
     if study is not None and best.plan.ep > 1:
@@ -108,10 +108,12 @@ def held_in_all(model: StepModel, best: Proposal) -> tuple[int, int, int]:
     return dense, experts, size.embedding if size.tied and plan.pp > 1 else 0
 
 
-def _remarks(time: StepTime) -> list[str]:
+def _remarks(time: StepTime, words: list[str]) -> list[str]:
     lines = []
     if time.chunks > 1:
         lines.append(f"chunks {time.chunks}: the exchange of one chunk runs while another is computed")
+        if not any(word.startswith("overlap.chunks=") for word in words):
+            lines.append("this version runs without chunks: --no-overlap predicts what it does today")
     if time.hierarchical:
         lines.append("all-to-all in two hops: many small messages between nodes would cost more than passing them on")
     return lines
