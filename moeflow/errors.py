@@ -26,6 +26,11 @@ class MoeflowError(Exception):
         super().__init__(what if mend is None else f"{what}\n  mend: {mend}")
         self.what = what
         self.mend = mend
+        #: The command that goes on with what was interrupted; added where it is known.
+        self.then: str | None = None
+
+    def __str__(self) -> str:
+        return super().__str__() + (f"\n  then: {self.then}" if self.then else "")
 
     def __reduce__(self) -> tuple[type[MoeflowError], tuple[str, str | None]]:
         # Default pickling would pass the joined text as `what`; errors cross process borders in the launcher.

@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     if "LOCAL_RANK" in os.environ:
         # DeepSpeed's launcher says it twice: in the environment, and in front of all words.
         words = [word for word in words if not re.fullmatch(r"--local[-_]rank=\d+", word)]
@@ -59,6 +60,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
+def _open_streams() -> None:
+    """Lead standard streams that were closed (>&-) to nowhere, before a file that is opened takes their place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            assert opened == number, "the lowest free number"
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+
+
 def _dispatch(words: list[str]) -> int:
     name = words[0] if words else "--help"
     if name in ("-h", "--help", "help"):
@@ -71,6 +85,10 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if name not in VERBS:
         raise ConfigError(f"'{name}' is no sub-command of moeflow.{_hint(name)}", _mend(name))
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder is not there any more.", "cd FOLDER") from None
     return importlib.import_module(VERBS[name].module).main(words[1:])
 
 

@@ -22,6 +22,7 @@ from moeflow.logging import get_logger, rank
 from moeflow.schema import RunConfig
 from moeflow.train import rundir
 from moeflow.train.rundir import RunDir
+from moeflow.train.shelf import resume_command
 
 logger = get_logger(__name__)
 
@@ -159,13 +160,22 @@ def supervised(start: Callable[[], int], runs: Sequence[RunDir]) -> int:
         _settle(runs, good=False)
         raise
     except BaseException as error:
+        if isinstance(error, MoeflowError) and "moeflow resume" not in str(error):
+            error.then = next(map(_way_on, runs), None)
         _mark(runs, "failed", error=str(error).splitlines()[0] if str(error) else type(error).__name__)
         _settle(runs, good=False)
         raise
     _settle(runs, good=code == 0)
     for run in runs:
+        if code not in {0, *_STOPPED} and (then := _way_on(run)):
+            logger.warning("go on from the last checkpoint with: %s", then)
         _mark([run], _ended(run) if code == 0 else "interrupted" if code in _STOPPED else "failed", exit_code=code)
     return code
+
+
+def _way_on(run: RunDir) -> str | None:
+    """The command that goes on with a run that failed in the middle of training."""
+    return resume_command(shown(run.path)) if run.status().get("begun") and run.latest_step() is not None else None
 
 
 def _settle(runs: Sequence[RunDir], good: bool) -> None:

@@ -46,7 +46,7 @@ def _work(argv: list[str]) -> int:
 
 def report(error: MoeflowError, run_dir: Path) -> None:
     """Print an error once, however many ranks met it: the first to make its file in the run folder prints."""
-    name = hashlib.blake2b(str(error).encode(), digest_size=6).hexdigest()
+    name = hashlib.blake2b(f"{error.what}{error.mend}".encode(), digest_size=6).hexdigest()
     folder = run_dir / "errors"
     try:
         folder.mkdir(exist_ok=True)

@@ -66,7 +66,7 @@ def _train(session: Session, store: CheckpointStore, run_dir: str | Path, resume
     try:
         reporter.banner(banner(session, run_dir, step))
         if session.topology.is_main:
-            RunDir(Path(run_dir)).keep_config()
+            RunDir(Path(run_dir)).begin()
         summary = trainer.fit(reporter)
         # Interrupted by a signal: the shell's convention.  A stop that was asked for beforehand is no failure.
         summary["exit_code"] = 0 if trainer.stopped_by is None else 128 + trainer.stopped_by

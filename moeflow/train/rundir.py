@@ -117,7 +117,13 @@ class RunDir:
             facts: more entries, for example `exit_code`.
         """
         assert state in STATES, state
+        if state == "running":
+            facts = {"begun": None, **facts}
         self._note(state=state, pid=os.getpid(), host=socket.gethostname(), **{state: _now()}, **facts)
+
+    def begin(self) -> None:
+        """Note that the first step is about to be trained: config.yaml as it stands is not taken back any more."""
+        self._note(begun=_now(), config_before=None)
 
     def _note(self, **facts: Any) -> None:
         write_atomic(self.path / STATUS, json_bytes(self._read_status() | facts))
@@ -202,7 +208,7 @@ class RunDir:
         return kept
 
     def keep_config(self) -> None:
-        """Training goes on with config.yaml as it stands: it is not taken back any more."""
+        """Keep the last change of config.yaml, whatever comes after."""
         if self._read_status().get("config_before"):
             self._note(config_before=None)
 

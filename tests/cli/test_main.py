@@ -164,3 +164,27 @@ def test_from_a_foreign_folder(cli, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert "Did you mean 'optim.lr'?" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_in_a_folder_that_is_not_there_any_more(moeflow, tmp_path, monkeypatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    code, _, err = moeflow("check", "+recipe=cifar_moe")
+    monkeypatch.chdir(tmp_path)
+    assert (code, err) == (2, "error: the current folder is not there any more.\n  mend: cd FOLDER\n")
+
+
+def test_closed_streams_lead_nowhere(cli, tmp_path) -> None:
+    script = "exec {python} -m moeflow check +recipe=cifar_moe "
+    for closed, said in ((">&-", ""), (">&- 2>&-", ""), ("<&-", "cifar_moe")):
+        done = subprocess.run(
+            ["bash", "-c", script.format(python=sys.executable) + closed],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), closed
+        assert said in done.stdout

@@ -9,7 +9,7 @@ import pytest
 
 from moeflow.config import load
 from moeflow.config.plain import dump
-from moeflow.errors import CheckpointError, Stopped
+from moeflow.errors import CheckpointError, MoeflowError, Stopped
 from moeflow.train import rundir
 
 
@@ -97,13 +97,27 @@ def test_changes_that_trained_no_step_are_taken_back(training, moeflow, stopped:
 
 def test_changes_that_trained_a_step_stay_whatever_comes_after(training, moeflow, stopped: Path, monkeypatch) -> None:
     def train_and_fail(config, run_dir, resume=False):
-        rundir.RunDir(Path(run_dir)).keep_config()
+        rundir.RunDir(Path(run_dir)).begin()
         return 4
 
     monkeypatch.setattr(sys.modules["moeflow.train.launch"], "launch", train_and_fail)
-    assert moeflow("resume", str(stopped), "optim.lr=1e-5")[0] == 4
+    code, _, err = moeflow("resume", str(stopped), "optim.lr=1e-5")
+    assert code == 4
+    assert f"go on from the last checkpoint with: moeflow resume {stopped.relative_to(Path.cwd())}" in err
     assert load(stopped / "config.yaml").optim.lr == 1e-5
     assert load(stopped / "config.1.yaml").optim.lr != 1e-5
+
+
+def test_a_failure_says_how_to_go_on_after_it_is_mended(training, moeflow, stopped: Path, monkeypatch) -> None:
+    def fail(config, run_dir, resume=False):
+        rundir.RunDir(Path(run_dir)).begin()
+        raise MoeflowError("the disk is full", "free some")
+
+    monkeypatch.setattr(sys.modules["moeflow.train.launch"], "launch", fail)
+    shown = stopped.relative_to(Path.cwd())
+    assert moeflow("resume", str(stopped))[2].endswith(
+        f"error: the disk is full\n  mend: free some\n  then: moeflow resume {shown}\n"
+    )
 
 
 def test_changes_of_a_resume_that_was_killed_before_its_first_step(training, moeflow, stopped: Path) -> None:
