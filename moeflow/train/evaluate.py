@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from moeflow.data.loader import eval_batches
@@ -9,7 +11,6 @@ from moeflow.train.session import Session
 from moeflow.train.step import Stepper, batch_means, make_stepper, metric_sums
 
 
-@torch.no_grad()
 def evaluate(session: Session, stepper: Stepper | None = None) -> dict[str, float]:
     """Evaluate the model; every rank must call it.
 
@@ -19,6 +20,25 @@ def evaluate(session: Session, stepper: Stepper | None = None) -> dict[str, floa
 
     Returns:
         "eval/loss" (mean over the samples, or tokens) and one "eval/METRIC" for each other metric of the task.
+    """
+    metrics = evaluate_unless(lambda: False, session, stepper)
+    assert metrics is not None
+    return metrics
+
+
+@torch.no_grad()
+def evaluate_unless(
+    stop: Callable[[], bool], session: Session, stepper: Stepper | None = None
+) -> dict[str, float] | None:
+    """Evaluate as `evaluate` does, or give up between two batches.
+
+    Args:
+        stop: asked after each batch whether to give up; the same answer on every rank.
+        session: of this process.
+        stepper: runs the forward passes; None makes one.
+
+    Returns:
+        The metrics, or None where it was given up.
     """
     config, model = session.config, session.model
     stepper = stepper or make_stepper(session)
@@ -37,6 +57,9 @@ def evaluate(session: Session, stepper: Stepper | None = None) -> dict[str, floa
         logits = stepper.logits(batch["inputs"])
         for name, pair in metric_sums(session, [(logits, batch)] if logits is not None else []).items():
             sums[name] = sums[name] + pair if name in sums else pair
+        if stop():
+            model.train(was_training)
+            return None
     model.train(was_training)
     means = batch_means(session, sums)
     return {f"eval/{name}": value for name, value in {**means, **session.task.derived(means)}.items()}

@@ -35,8 +35,13 @@ class Snapshot:
         self.session, self.optimizer = session, optimizer
         self.placements = state.Placements(session.topology, session.part.sharding, session.part.full_shapes)
 
-    def save(self, store: CheckpointStore, step: int, metrics: dict[str, float], keep: Keep) -> None:
-        """Write a checkpoint, in the background if the configuration says so, and then prune; collective."""
+    def save(
+        self, store: CheckpointStore, step: int, metrics: dict[str, float], keep: Keep, more: dict[str, Any]
+    ) -> None:
+        """Write a checkpoint, in the background if the configuration says so, and then prune; collective.
+
+        `more` is added to its meta.
+        """
         config = self.session.config
         meta = {
             "step": step,
@@ -45,6 +50,7 @@ class Snapshot:
             "layout": self._layout(),
             "recipe": config.run.recipe,
             "data": self.session.data.source,
+            **more,
         }
         if self.optimizer is not None and not self.optimizer.state:
             meta[WEIGHTS_ONLY] = True  # every step so far was left out

@@ -25,7 +25,7 @@ from moeflow.schema import RunConfig
 from moeflow.train import snapshot
 from moeflow.train.bad_steps import BadSteps, spread_to_gradients
 from moeflow.train.checkpoint import CheckpointStore, Keep
-from moeflow.train.evaluate import evaluate
+from moeflow.train.evaluate import evaluate_unless
 from moeflow.train.moe_metrics import moe_metrics
 from moeflow.train.optim import build_optimizer, learning_rate, set_learning_rate
 from moeflow.train.reporter import Reporter
@@ -33,6 +33,9 @@ from moeflow.train.session import Session
 from moeflow.train.shelf import resume_command
 from moeflow.train.signals import StopSignal
 from moeflow.train.step import StepOutput, batch_means, make_stepper, metric_sums
+
+# In the meta of a checkpoint whose step was to be evaluated when a signal came.
+OWES_EVALUATION = "owes_evaluation"
 
 
 class Trainer:
@@ -60,6 +63,7 @@ class Trainer:
         spread_to_gradients(session.task)
         self.last_eval: dict[str, float] = {}
         self._bad = False
+        self._owes_evaluation = False
         self._saved_step: int | None = None
         self.stopped_by: int | None = None
 
@@ -73,6 +77,7 @@ class Trainer:
         """
         meta = self.snapshot.load(self.store, step)
         self.step = self._saved_step = meta["step"]
+        self._owes_evaluation = bool(meta.get(OWES_EVALUATION))
         self.bad_steps.rewind(self.step)
 
     def _save(self) -> None:
@@ -86,6 +91,7 @@ class Trainer:
             self.step,
             {k: v for k, v in metrics.items() if k != "step"},
             Keep(keep.keep_last, keep.keep_best, metric, direction),
+            {OWES_EVALUATION: True} if self._owes_evaluation else {},
         )
         self._saved_step = self.step
 
@@ -109,6 +115,9 @@ class Trainer:
         self.model.train()
         reporter.start()
         self.stop.begin()
+        if self._owes_evaluation and self._evaluate(reporter):
+            self._saved_step = None
+            self._save()
         while self.step < last:
             rate = self._learning_rate()
             output = self._train_step(batches)
@@ -118,13 +127,16 @@ class Trainer:
             units = sum(map(self.session.task.num_units, output.batches))
             reporter.progress(self.step, units, self._complete(rate, output) if logged else None)
             stopping = self._asked_to_stop()
-            if not stopping and (self._due(trainer.eval_every) or self.step == trainer.max_steps):
-                self._evaluate(reporter)
+            if self._due(trainer.eval_every) or self.step == trainer.max_steps:
+                # Whoever wants the run to end may wait for a step, not for a whole evaluation: the next life does it.
+                self._owes_evaluation = stopping
+                stopping = stopping or not self._evaluate(reporter)
             if stopping or self._due(self.config.checkpoint.every) or self.step == last:
                 self._save()
             if stopping:
                 break
-        if self.step == trainer.max_steps and self.last_eval.get("step") != self.step:
+        done = self.last_eval.get("step") == self.step or self._owes_evaluation
+        if self.step == trainer.max_steps and not done:
             self._evaluate(reporter)
         # What the summary calls saved is on disk.
         self.store.wait()
@@ -220,11 +232,15 @@ class Trainer:
             **moe_metrics(self.session.model, self.topology),
         }
 
-    def _evaluate(self, reporter: Reporter) -> None:
+    def _evaluate(self, reporter: Reporter) -> bool:
+        """Evaluate and report; whether it was not given up for a signal."""
         started = time.perf_counter()
-        metrics = evaluate(self.session, self.stepper)
-        self.last_eval = {**metrics, "step": self.step}
-        reporter.evaluation(self.step, metrics, time.perf_counter() - started)
+        metrics = evaluate_unless(self._asked_to_stop, self.session, self.stepper)
+        self._owes_evaluation = metrics is None
+        if metrics is not None:
+            self.last_eval = {**metrics, "step": self.step}
+            reporter.evaluation(self.step, metrics, time.perf_counter() - started)
+        return metrics is not None
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank was sent a signal: all of them then stop, after the same step."""
@@ -236,7 +252,7 @@ class Trainer:
         return number != 0
 
     def _summary(self) -> dict[str, Any]:
-        finished = self.step >= self.config.trainer.max_steps
+        finished = self.step >= self.config.trainer.max_steps and not self._owes_evaluation
         metrics = {k: v for k, v in self.last_eval.items() if k != "step"}
         return {
             "status": "finished" if finished else "interrupted",
