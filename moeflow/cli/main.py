@@ -74,6 +74,9 @@ def _open_streams() -> None:
 
 
 def _dispatch(words: list[str]) -> int:
+    for word in words:
+        if any("\ud800" <= letter <= "\udfff" for letter in word):  # what Python makes of bytes that are no text
+            raise ConfigError(f"the word {word!a} is not UTF-8 text.", "write it in UTF-8 (export LC_ALL=C.UTF-8)")
     name = words[0] if words else "--help"
     if name in ("-h", "--help", "help"):
         if words[1:] and words[1] in VERBS:

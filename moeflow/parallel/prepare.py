@@ -6,6 +6,9 @@ experts of different ranks and broadcast rank 0's over them.  So the model is pr
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -16,10 +19,12 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch.optim import Optimizer
 
-from moeflow.errors import ConfigError
+from moeflow.errors import ConfigError, LaunchError
 from moeflow.parallel.rendezvous import rejoin
 from moeflow.schema import RunConfig
 
+#: How gloo words that it could not connect; it has no exception of its own.
+_NOT_MET = ("connectFullMesh", "Connection refused", "timed out", "Timed out")
 _MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -44,6 +49,27 @@ def make_accelerator(config: RunConfig) -> Accelerator:
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
+
+
+@contextlib.contextmanager
+def meeting(timeout_s: float) -> Iterator[None]:
+    """Name the failure of ranks that do not find one another while they join, inside the block.
+
+    Raises:
+        LaunchError: they did not.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not isinstance(error, dist.DistError) and not any(sign in text for sign in _NOT_MET):
+            raise
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise LaunchError(
+            f"the ranks did not find one another at {where} within launch.timeout_s={timeout_s:g}: "
+            f"{text.splitlines()[0][:200]}",
+            "moeflow doctor tries what they need; docs/launching.md lists the usual causes; a larger launch.timeout_s",
+        ) from error
 
 
 def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from moeflow.models.flops import count_parameters
 from moeflow.ops import backend
 from moeflow.parallel.environment import detect
 from moeflow.parallel.parallelize import moe_layers
+from moeflow.train.launch import OWN_START
 from moeflow.train.session import Session
 
 
@@ -54,7 +56,9 @@ def _device(session: Session) -> str:
 
 def _processes(world: int) -> str:
     launched = detect()
-    return f"{world}, started by {launched.launcher}" if launched is not None else f"{world}"
+    if launched is None:
+        return f"{world}"
+    return f"{world}, started by {'moeflow' if OWN_START in os.environ else launched.launcher}"
 
 
 def _ops(device_type: str) -> str:

@@ -20,6 +20,8 @@ from moeflow.parallel.rendezvous import agree
 from moeflow.schema import RunConfig
 
 WORKER = "moeflow.cli.worker"
+#: Set in ranks that moeflow started itself; they see torchrun's variables too.
+OWN_START = "MOEFLOW_STARTED_RANKS"
 
 
 def launch(config: RunConfig, run_dir: str, resume: bool = False) -> int:
@@ -92,6 +94,7 @@ def start_ranks(config: RunConfig, arguments: Sequence[str]) -> int:
     _quiet()
     if config.launch.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
+    os.environ[OWN_START] = "1"
     try:
         multi_gpu_launcher(args)
     except ChildFailedError as failure:
@@ -103,6 +106,8 @@ def start_ranks(config: RunConfig, arguments: Sequence[str]) -> int:
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
+    finally:
+        os.environ.pop(OWN_START, None)
     return 0
 
 

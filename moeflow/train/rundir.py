@@ -247,6 +247,11 @@ def create(config: RunConfig, dump: Callable[[RunConfig], str], files: Mapping[s
     except OSError as error:
         shutil.rmtree(path, ignore_errors=True)
         raise _unwritable(path, error) from error
+    except UnicodeEncodeError as error:
+        shutil.rmtree(path, ignore_errors=True)
+        raise ConfigError(
+            f"the path {str(path)!a}, or that of the current folder, is not UTF-8 text.", "rename the folder"
+        ) from error
     return run
 
 

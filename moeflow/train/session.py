@@ -23,7 +23,7 @@ from moeflow.parallel.collectives import gather_objects
 from moeflow.parallel.control import control_group
 from moeflow.parallel.parallelize import Part, moe_layers, parallelize
 from moeflow.parallel.pipeline import StageRange, keep_own_layers, own_ranges, stage_ranges
-from moeflow.parallel.prepare import make_accelerator
+from moeflow.parallel.prepare import make_accelerator, meeting
 from moeflow.parallel.topology import Topology
 from moeflow.schema import RunConfig
 from moeflow.train.memory import check_room
@@ -117,11 +117,16 @@ def _openmp_threads(text: str) -> int:
 
 
 def join(config: RunConfig) -> tuple[Accelerator, Topology]:
-    """Join the process group that the launcher prepared, if any, and form the groups of the layout."""
+    """Join the process group that the launcher prepared, if any, and form the groups of the layout.
+
+    Raises:
+        LaunchError: the ranks did not find one another in time.
+    """
     set_threads(config)
     backend.request(config.ops.backend)
-    accelerator = make_accelerator(config)
-    return accelerator, Topology.create(config.parallel, config.launch.timeout_s)
+    with meeting(config.launch.timeout_s):
+        accelerator = make_accelerator(config)
+        return accelerator, Topology.create(config.parallel, config.launch.timeout_s)
 
 
 def open_session(config: RunConfig, accelerator: Accelerator, topology: Topology, training: bool = True) -> Session:

@@ -188,3 +188,17 @@ def test_closed_streams_lead_nowhere(cli, tmp_path) -> None:
         )
         assert (done.returncode, done.stderr) == (0, ""), closed
         assert said in done.stdout
+
+
+def test_words_and_folders_that_are_no_text(cli, moeflow, training, tmp_path, monkeypatch) -> None:
+    word = os.fsdecode(b"run.name=\xff")
+    code, _, err = moeflow("train", "+recipe=cifar_moe", word)
+    assert code == 2
+    assert "not UTF-8 text" in err
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    code, _, err = moeflow("train", "+recipe=cifar_moe")
+    assert code == 2
+    assert "is not UTF-8 text.\n  mend: rename the folder" in err
+    assert not list(folder.glob("outputs/*/*"))

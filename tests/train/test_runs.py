@@ -102,6 +102,22 @@ def test_under_torchrun_nothing_is_spawned_and_one_folder_is_made(tmp_path):
     assert "step" not in done[1].output
 
 
+@pytest.mark.distributed
+def test_ranks_that_do_not_find_one_another(tmp_path):
+    two = ("launch.processes=2", "parallel.ep=2", "launch.timeout_s=0.0001")
+    done = train(tmp_path / "run", *two, check=False)
+    assert done.returncode == 2
+    assert "did not find one another at 127.0.0.1:" in done.stderr
+    assert "launch.timeout_s=0.0001" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.distributed
+def test_moeflow_says_that_it_started_the_ranks_itself(tmp_path):
+    done = train(tmp_path / "run", "launch.processes=2", "parallel.ep=2", "trainer.max_steps=1")
+    assert "processes  2, started by moeflow" in done.stdout
+
+
 def started(folder, *words):
     """A run that would take minutes, once it has logged its third step."""
     process = subprocess.Popen(
