@@ -58,9 +58,10 @@ def read(folder: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
         checksum = content.pop("checksum")
         version = int(content["format"])
+        well_formed = version > FORMAT or _well_formed(content)
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder}: {NAME} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, OverflowError):
         raise CheckpointError(f"checkpoint {folder}: {NAME} is damaged: it is not the JSON that was written") from None
     if checksum != _checksum(content):
         raise CheckpointError(f"checkpoint {folder}: {NAME} is damaged: checksum differs")
@@ -68,7 +69,21 @@ def read(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"checkpoint {folder} has format {version}; this moeflow reads up to {FORMAT}", "upgrade moeflow"
         )
+    if not well_formed:
+        raise CheckpointError(f"checkpoint {folder}: {NAME} is damaged: it is not the JSON that was written")
     return content
+
+
+def _well_formed(content: dict[str, Any]) -> bool:
+    """Whether everything is of the kind that `write` wrote; names lead nowhere outside the folder."""
+    files = content["files"]
+    numbers = [content["step"], content["world"], *(entry["bytes"] for entry in files.values())]
+    return (
+        all(type(number) is int and number >= 0 for number in numbers)
+        and content["world"] >= 1
+        and all(isinstance(entry["blake2b"], str) for entry in files.values())
+        and not any(name.startswith("/") or ".." in name.split("/") or "\0" in name for name in files)
+    )
 
 
 def faults(folder: Path, files: dict[str, dict[str, Any]]) -> list[str]:

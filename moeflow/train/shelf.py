@@ -110,10 +110,13 @@ class Shelf:
             raise CheckpointError(f"{path} is missing", self.way_out(step))
         try:
             content = json.loads(path.read_bytes())
-        except (OSError, ValueError) as exc:
+        except (OSError, ValueError, RecursionError) as exc:
             raise CheckpointError(f"{path} cannot be read: {exc}", self.way_out(step)) from exc
         if not isinstance(content, dict):
             raise CheckpointError(f"{path} is damaged: it holds no table", self.way_out(step))
+        tables = (content.get("metrics") or {}, content.get("layout") or {})
+        if type(content.get("step")) is not int or not all(isinstance(table, dict) for table in tables):
+            raise CheckpointError(f"{path} is damaged: step, metrics or layout are missing", self.way_out(step))
         return content
 
     def ranked(self, metric: str, direction: str) -> list[int]:
@@ -131,8 +134,12 @@ class Shelf:
                 # A run does not end because an old checkpoint of its was damaged.
                 logger.warning("%s; it is not among the best", error.what)
                 continue
-            if value is not None and math.isfinite(float(value)):
-                scores.append((sign * float(value), -step))
+            try:
+                number = float(value)  # type: ignore[arg-type]  # anything may stand in a damaged file
+            except (TypeError, ValueError, OverflowError):
+                continue
+            if math.isfinite(number):
+                scores.append((sign * number, -step))
         return [-step for _, step in sorted(scores)]
 
     def faults(self, step: int, part: int = 0, parts: int = 1) -> None:

@@ -72,7 +72,7 @@ class Snapshot:
         else:
             state.allocate_optimizer_state(self.optimizer)
             store.load(step, self._tensors(), verify=False)
-        if meta["layout"] == self._layout():
+        if meta.get("layout") == self._layout():
             _set_random_state(store.load_local(step))
         else:
             logger.info("the checkpoint is of another layout: random generators start anew")
