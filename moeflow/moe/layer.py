@@ -211,11 +211,17 @@ class MoELayer(nn.Module):
         attached = attach_loss(first, total, self.aux_loss_scale / self.dispatcher.token_ranks)
         return tree_map(lambda leaf: attached if leaf is first else leaf, y_TO)
 
+    def _counted(self, out: GateOutput) -> Tensor:
+        # A hook may have changed the choices after they were counted.
+        if out.counts_E is not None and self.gate_hook is None:
+            return out.counts_E
+        return ops.histogram(out.ids_TK, self.num_experts)
+
     @torch.no_grad()
     def _record(self, out: GateOutput, kept_TK: Tensor, context: TokenContext) -> None:
         chosen_TK, probs_TE = out.ids_TK, out.probs_TE
         self.last_stats = MoEStats(
-            tokens_per_expert_E=ops.histogram(chosen_TK, self.num_experts),
+            tokens_per_expert_E=self._counted(out),
             num_dropped=(chosen_TK >= 0).sum() - (kept_TK >= 0).sum(),
             losses={name: loss.detach() for name, (_, loss) in out.losses.items()},
             entropy=None if probs_TE is None else losses.entropy(probs_TE.detach(), context.valid_T),

@@ -4,6 +4,7 @@ Every operator has a plain PyTorch implementation (the reference, and what CPUs 
 meta tensors, and its gradient.  On CUDA devices the same operators run this project's own kernels; which one an
 operator uses, and why, is `moeflow.ops.backend.describe()`.
 
+    gate         logits [T, E]            -> scores [T, E], weights, ids [T, K], choices per expert [E]
     top_k        scores [T, E]            -> values, ids [T, K]
     histogram    ids [T, K]               -> choices per expert [E]
     make_plan    ids [T, K]               -> DispatchPlan (where each choice's row stands)
@@ -15,6 +16,7 @@ operator uses, and why, is `moeflow.ops.backend.describe()`.
 """
 
 from moeflow.ops.capacity import expert_capacity, limit_by_capacity
+from moeflow.ops.gate import gate, is_fused
 from moeflow.ops.grouped_linear import grouped_linear
 from moeflow.ops.grouped_mlp import grouped_mlp
 from moeflow.ops.permute import combine, dispatch
@@ -27,9 +29,11 @@ __all__ = [
     "combine",
     "dispatch",
     "expert_capacity",
+    "gate",
     "grouped_linear",
     "grouped_mlp",
     "histogram",
+    "is_fused",
     "limit_by_capacity",
     "make_padded_plan",
     "make_plan",

@@ -17,6 +17,7 @@ from moeflow.logging import get_logger
 
 CHOICES = ("auto", "torch", "cupy")
 OPERATORS = (
+    "gate",
     "top_k",
     "histogram",
     "make_plan",

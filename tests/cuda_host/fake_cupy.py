@@ -6,6 +6,7 @@ come out with the same bits; every pointer must belong to a guarded tensor.
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -117,8 +118,10 @@ def with_engine(monkeypatch, arena: Arena, **options) -> Engine:
 
 def ops_on_kernels(monkeypatch) -> Engine:
     """Let the operators of `moeflow.ops` themselves run on the kernels for one test, on CPU tensors."""
-    from moeflow.ops import backend
+    from moeflow.ops import backend, kernel_calls
 
+    gate_op = sys.modules["moeflow.ops.gate"]
+    monkeypatch.setattr(gate_op, "_on_kernels", lambda _, num_experts, k: kernel_calls.gate_fits(num_experts, k))
     monkeypatch.setattr(backend, "use_cupy", lambda _, *arguments: backend.fits(*arguments))
     return with_engine(monkeypatch, Arena(), seeds=(0, 3), strict=False)
 

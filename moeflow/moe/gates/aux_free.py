@@ -33,8 +33,8 @@ class AuxFreeGate(GroupLimitedGate):
         super().build(d_model)
         self.register_buffer("selection_bias_E", torch.zeros(self.num_experts, dtype=torch.float32))
 
-    def selection(self, scores_TE: Tensor) -> Tensor:
-        return scores_TE + self.selection_bias_E
+    def choice_bias(self) -> Tensor:
+        return self.selection_bias_E
 
     def after_step(self, counts_E: Tensor) -> None:
         self.update_bias(counts_E)

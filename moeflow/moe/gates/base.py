@@ -47,12 +47,14 @@ class GateOutput:
         weights_TK: [T, K], weights of the experts' outputs.
         probs_TE: [T, E], probabilities the losses and the entropy are taken of; None where the gate has none.
         losses: name -> (coefficient, 0-dim loss before the coefficient).
+        counts_E: int64 [E], choices of each expert, where they were counted along with the choice.
     """
 
     ids_TK: Tensor
     weights_TK: Tensor
     probs_TE: Tensor | None
     losses: dict[str, tuple[float, Tensor]] = field(default_factory=dict)
+    counts_E: Tensor | None = None
 
 
 class Gate(nn.Module):
@@ -118,9 +120,24 @@ class Gate(nn.Module):
             context: of the tokens.
         """
         logits_TE = self.logits(x_TD)
+        scores_TE, ids_TK, weights_TK, counts_E = self.route(logits_TE, context)
+        return self.output(logits_TE, scores_TE, ids_TK, weights_TK, context, counts_E)
+
+    def route(self, logits_TE: Tensor, context: TokenContext) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return (scores [T, E], ids [T, K], weights [T, K], choices of each expert [E] where they are known)."""
+        if self.chooses_by_score() and type(self).scores is Gate.scores and ops.is_fused(logits_TE, self.top_k):
+            made = ops.gate(logits_TE, self.top_k, self.config.score, self.choice_bias())
+            return made.scores_TE, made.ids_TK, made.weights_TK, made.counts_E
         scores_TE = self.scores(logits_TE)
-        ids_TK, weights_TK = self.choose(logits_TE, scores_TE, context)
-        return self.output(logits_TE, scores_TE, ids_TK, weights_TK, context)
+        return scores_TE, *self.choose(logits_TE, scores_TE, context), None
+
+    def chooses_by_score(self) -> bool:
+        """Whether `choose` takes the experts of the highest score plus `choice_bias`, so that one kernel can do it."""
+        return type(self).choose is Gate.choose
+
+    def choice_bias(self) -> Tensor | None:
+        """fp32 [E], added to the scores for the choice alone; None for none."""
+        return None
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """[T, E], in fp32 whatever the precision of the run when `fp32` is set."""
@@ -144,21 +161,28 @@ class Gate(nn.Module):
         return ids_TK, weights_TK
 
     def output(
-        self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, context: TokenContext
+        self,
+        logits_TE: Tensor,
+        scores_TE: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        context: TokenContext,
+        counts_E: Tensor | None = None,
     ) -> GateOutput:
-        """Normalize, mask, count, and take the losses."""
+        """Normalize, mask, count, and take the losses; counts_E are the choices of each expert, where known."""
         probs_TE = scores_TE if self.config.score == "softmax" else _share_of_sum(scores_TE)
         weights_TK = self.normalized(weights_TK)
         if context.valid_T is not None:
             valid_T1 = context.valid_T[:, None]
             ids_TK = ids_TK.masked_fill(~valid_T1, -1)
             probs_TE = probs_TE * valid_T1
+            counts_E = None
         aux: dict[str, tuple[float, Tensor]] = {}
         if self.training:
-            self.count(ids_TK)
+            self.count(ids_TK, counts_E)
             context = self._weighted(context)
             aux = self.aux_losses(logits_TE, probs_TE, ids_TK, weights_TK, context)
-        return GateOutput(ids_TK, weights_TK, probs_TE, aux)
+        return GateOutput(ids_TK, weights_TK, probs_TE, aux, counts_E)
 
     def fixed_output(self, ids_TK: Tensor, dtype: torch.dtype, context: TokenContext) -> GateOutput:
         """What a gate without parameters decided: equal weights, no probabilities."""
@@ -239,10 +263,10 @@ class Gate(nn.Module):
 
     # --- load and capacity -------------------------------------------------------------------------------------------
 
-    def count(self, ids_TK: Tensor) -> None:
+    def count(self, ids_TK: Tensor, counts_E: Tensor | None = None) -> None:
         """Add to the load since the last optimizer step, once for each token."""
         if self.counts_E is not None and not in_backward():
-            self.counts_E += ops.histogram(ids_TK, self.num_experts)
+            self.counts_E += ops.histogram(ids_TK, self.num_experts) if counts_E is None else counts_E
 
     def after_step(self, counts_E: Tensor) -> None:
         """Take the load of the finished optimizer step over all ranks, int64 [E]; the counters start anew."""

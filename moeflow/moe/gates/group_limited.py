@@ -57,7 +57,12 @@ class GroupLimitedGate(Gate):
 
     def selection(self, scores_TE: Tensor) -> Tensor:
         """What experts and groups are chosen by."""
-        return scores_TE
+        bias_E = self.choice_bias()
+        return scores_TE if bias_E is None else scores_TE + bias_E
+
+    def chooses_by_score(self) -> bool:
+        own = type(self).choose is GroupLimitedGate.choose and type(self).selection is GroupLimitedGate.selection
+        return own and self.config.num_groups == self.config.top_groups
 
     def _allowed(self, selection_TE: Tensor) -> Tensor:
         """Whether each expert's group is among the token's best: bool [T, E]."""

@@ -21,14 +21,15 @@ class GShardGate(Gate):
 
     may_give_up = True
 
-    def choose(self, logits_TE: Tensor, scores_TE: Tensor, context: TokenContext) -> tuple[Tensor, Tensor]:
-        ids_TK, weights_TK = super().choose(logits_TE, scores_TE, context)
+    def route(self, logits_TE: Tensor, context: TokenContext) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        scores_TE, ids_TK, weights_TK, counts_E = super().route(logits_TE, context)
         if self.training and self.config.random_second:
             weight_TK = weights_TK.detach()
             share_T = weight_TK[:, 1] / weight_TK.sum(dim=1)
             kept_T = torch.rand_like(share_T) < 2 * share_T
             ids_TK = torch.stack([ids_TK[:, 0], torch.where(kept_T, ids_TK[:, 1], -1)], dim=1)
-        return ids_TK, weights_TK
+            counts_E = None
+        return scores_TE, ids_TK, weights_TK, counts_E
 
     def balanced_ids(self, ids_TK: Tensor) -> Tensor:
         return ids_TK[:, :1]

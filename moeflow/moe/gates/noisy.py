@@ -36,9 +36,8 @@ class NoisyGate(Gate):
         clean_TE = self.logits(x_TD)
         std_TE = nn.functional.softplus(self.linear(x_TD, self.noise)) + self.NOISE_EPSILON
         noisy_TE = clean_TE + torch.randn_like(clean_TE) * std_TE
-        scores_TE = self.scores(noisy_TE)
-        ids_TK, weights_TK = self.choose(noisy_TE, scores_TE, context)
-        out = self.output(noisy_TE, scores_TE, ids_TK, weights_TK, context)
+        scores_TE, ids_TK, weights_TK, counts_E = self.route(noisy_TE, context)
+        out = self.output(noisy_TE, scores_TE, ids_TK, weights_TK, context, counts_E)
         valid_T1 = 1.0 if context.valid_T is None else context.valid_T[:, None]
         aux = {
             **out.losses,
