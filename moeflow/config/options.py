@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -27,12 +29,11 @@ class Option:
 
     @property
     def summary(self) -> str:
-        """The first comment of the file, which states its purpose in a line."""
-        for line in read_text(self.path, self.group).splitlines():
-            text = line.lstrip("# ").strip()
-            if line.startswith("#") and text and not text.startswith("@package"):
-                return text
-        return ""
+        """The first sentence of the comment that the file begins with, which states its purpose."""
+        comments = itertools.takewhile(lambda line: line.startswith("#"), read_text(self.path, self.group).splitlines())
+        texts = (line.lstrip("# ").strip() for line in comments if "@package" not in line)
+        first = " ".join(itertools.takewhile(bool, texts))
+        return re.split(r"(?<=\.)\s+(?=[A-Z])", first, maxsplit=1)[0]
 
 
 @functools.cache

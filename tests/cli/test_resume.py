@@ -203,6 +203,13 @@ def test_a_run_in_use(training, moeflow, stopped: Path) -> None:
     assert not (stopped / "config.1.yaml").exists()
 
 
+def test_two_run_folders(training, moeflow, stopped: Path) -> None:
+    for verb in ("resume", "eval"):
+        code, _, err = moeflow(verb, str(stopped), str(stopped))
+        assert (code, err.count("\n")) == (2, 2)
+        assert f"takes one run folder, and '{stopped}' is another one" in err
+
+
 def test_a_damaged_configuration(training, moeflow, stopped: Path) -> None:
     (stopped / "config.yaml").write_text("gate: {name: naive")
     code, _, err = moeflow("resume", str(stopped))

@@ -74,6 +74,7 @@ def test_every_class_has_an_option_of_its_name_and_every_group_a_default() -> No
 def test_every_option_file_says_what_it_is(group: str) -> None:
     for option in options(group).values():
         assert len(option.summary) > 4, option.path
+        assert option.summary.endswith("."), option.summary
 
 
 @pytest.mark.parametrize("words", [["+recipe=cifar_moe"], ["+recipe=cifar_moe", "gate=switch", "gate.jitter=0.1"]])
