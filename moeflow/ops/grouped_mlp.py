@@ -10,13 +10,14 @@ with one kernel for all experts where there is one (`grouped_gemm`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moeflow.ops import activation as act
-from moeflow.ops import backend, grouped_gemm, pool
+from moeflow.ops import backend, grouped_gemm, pool, workers
 
 
 def grouped_mlp(
@@ -79,13 +80,31 @@ def _grouped_mlp(
     pre = pool.empty((num_rows, *hidden), rows_RD)
     segments = _segments(tokens_per_expert_E, num_rows)
     in_place = act.keeps_output(activation)
-    scratch_RF = None if in_place else pool.empty((_longest(segments), hidden[-1]), rows_RD)
-    for e, lo, hi in segments:
-        pre_e, out_e = pre[lo:hi], out_RO[lo:hi]
+    pieces = workers.shares([hi - lo for _, lo, hi in segments], torch.get_num_threads())
+    scratch = None if in_place else pool.empty((_threads(pieces), _longest(segments), hidden[-1]), rows_RD)
+
+    def one_expert(piece: int, thread: int) -> None:
+        e, lo, hi = segments[piece]
+        pre_e = pre[lo:hi]
         _linear(rows_RD[lo:hi], w_in[e].flatten(0, -2), None if b_in is None else b_in[e].flatten(), pre_e.flatten(1))
-        hidden_e = act.forward(activation, pre_e, pre_e if scratch_RF is None else scratch_RF[: hi - lo])
-        _linear(hidden_e, w_out_EOF[e], None if b_out_EO is None else b_out_EO[e], out_e)
+        hidden_e = act.forward(activation, pre_e, pre_e if scratch is None else scratch[thread, : hi - lo])
+        _linear(hidden_e, w_out_EOF[e], None if b_out_EO is None else b_out_EO[e], out_RO[lo:hi])
+
+    _run(one_expert, pieces, len(segments))
     return out_RO, pre
+
+
+def _run(one_expert: Callable[[int, int], None], pieces: list[list[int]] | None, count: int) -> None:
+    """Run the experts side by side, one a core, or one after another on all cores where their loads are too uneven."""
+    if pieces is not None:
+        workers.run(one_expert, pieces)
+        return
+    for piece in range(count):
+        one_expert(piece, 0)
+
+
+def _threads(pieces: list[list[int]] | None) -> int:
+    return 1 if pieces is None else len(pieces)
 
 
 def _longest(segments: list[tuple[int, int, int]]) -> int:
@@ -131,21 +150,27 @@ def _grouped_mlp_backward(
         grad_w_in[e].zero_()
         grad_w_out[e].zero_()
     longest, gated, in_place = _longest(segments), act.is_gated(activation), act.keeps_output(activation)
-    # One expert's hidden layer, and its gradient: the same memory for all experts, so that it stays in the cache.
-    hidden_RF = pool.empty((longest, w_in.shape[-2]), rows_RD)
-    scratch = pool.empty((longest, *pre.shape[1:]), rows_RD) if gated else None
-    for e, lo, hi in segments:
-        grad_e, x_e, pre_e = grad_RO[lo:hi], rows_RD[lo:hi], pre[lo:hi]
-        hidden_e = hidden_RF[: hi - lo]
+    pieces = workers.shares([hi - lo for _, lo, hi in segments], torch.get_num_threads())
+    # One expert's hidden layer, and its gradient: the same memory for all of a core's experts, so that it stays in the
+    # cache.
+    hidden = pool.empty((_threads(pieces), longest, w_in.shape[-2]), rows_RD)
+    scratch = pool.empty((_threads(pieces), longest, *pre.shape[1:]), rows_RD) if gated else None
+
+    def one_expert(piece: int, thread: int) -> None:
+        e, lo, hi = segments[piece]
+        grad_e, x_e, pre_e, hidden_e = grad_RO[lo:hi], rows_RD[lo:hi], pre[lo:hi], hidden[thread, : hi - lo]
         torch.mm(grad_e.t(), pre_e if in_place else act.forward(activation, pre_e, hidden_e), out=grad_w_out[e])
         torch.mm(grad_e, w_out_EOF[e], out=hidden_e)
-        grad_pre = act.backward(activation, hidden_e, pre_e, None if scratch is None else scratch[: hi - lo]).flatten(1)
+        out = None if scratch is None else scratch[thread, : hi - lo]
+        grad_pre = act.backward(activation, hidden_e, pre_e, out).flatten(1)
         torch.mm(grad_pre.t(), x_e, out=grad_w_in[e].flatten(0, -2))
         torch.mm(grad_pre, w_in[e].flatten(0, -2), out=grad_rows_RD[lo:hi])
         if has_b_in:
             torch.sum(grad_pre, 0, out=grad_b_in[e].flatten())
         if has_b_out:
             torch.sum(grad_e, 0, out=grad_b_out[e])
+
+    _run(one_expert, pieces, len(segments))
     return grad_rows_RD, grad_w_in, grad_b_in, grad_w_out, grad_b_out
 
 
