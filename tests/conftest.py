@@ -19,7 +19,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 for _name in [*LAUNCHER_VARIABLES, *(name for name in os.environ if name.startswith("MOEFLOW_"))]:
-    if _name != "MOEFLOW_TEST_DATA":
+    if _name not in ("MOEFLOW_TEST_DATA", "MOEFLOW_CUDA_HOST_CACHE"):
         os.environ.pop(_name, None)
 
 import pytest  # noqa: E402
