@@ -107,7 +107,7 @@ class Engine:
         self.cupy = cupy
         self.device_type = device_type
         self.empty = empty
-        self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._modules: dict[tuple[str, str], Any] = {}
         self._functions: dict[tuple[str, str, int], Any] = {}
         self._streams: dict[tuple[int, int], Any] = {}
         self._processors: dict[int, int] = {}
@@ -160,23 +160,31 @@ class Engine:
         expression = f"moeflow::{kernel}" + (f"<{', '.join(map(str, template))}>" if template else "")
         key = (source, expression, index)
         if key not in self._functions:
-            module = self._modules.get((source, (expression,)))
-            if module is None:
-                module = self.cupy.RawModule(
-                    code=source_code(source),
-                    options=OPTIONS,
-                    backend="nvrtc",
-                    name_expressions=(expression,),
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                # Loading a module would end the capture with an error that names nothing.
+                raise KernelError(
+                    f"{expression} is used for the first time while a CUDA graph is captured: it cannot be loaded",
+                    "run one step before the capture",
                 )
-                self._modules[source, (expression,)] = module
             try:
-                self._functions[key] = module.get_function(expression)
+                self._functions[key] = self._module(source, expression).get_function(expression)
             except self.cupy.cuda.compiler.CompileException as error:
                 raise KernelError(
                     f"kernels/{source}.cu does not compile for this device: {error}",
                     INSTALL,
                 ) from error
         return self._functions[key]
+
+    def _module(self, source: str, expression: str) -> Any:
+        """One module for each variant; CuPy loads it once for each device."""
+        if (source, expression) not in self._modules:
+            self._modules[source, expression] = self.cupy.RawModule(
+                code=source_code(source),
+                options=OPTIONS,
+                backend="nvrtc",
+                name_expressions=(expression,),
+            )
+        return self._modules[source, expression]
 
     def _stream(self, device: torch.device, index: int) -> Any:
         if device.type != "cuda":
