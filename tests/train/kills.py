@@ -17,7 +17,7 @@ from tests.distributed import free_port, rank_environment, run_ranks
 from tests.parallel.gpt_run import config_of
 from tests.train.forked import start
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @dataclass

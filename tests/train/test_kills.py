@@ -24,8 +24,9 @@ def check(folder, world, kills, steps, background=False, seed=0):
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(300)
 def test_a_few_kills_of_one_of_two_ranks(tmp_path):
-    check(tmp_path, 2, 3, 30)
+    check(tmp_path, 2, 2, 24)
 
 
 @pytest.mark.slow

@@ -160,7 +160,7 @@ def test_resuming_from_fifty_damaged_folders(run, tmp_path):
         folder = shutil.copytree(run, tmp_path / f"run{seed}")
         mutate(folder, draw)
         before = state(folder / "checkpoints")
-        done = moeflow("resume", str(folder), "trainer.stop_at=5", "-q", check=False, timeout=60)
+        done = moeflow("resume", str(folder), "trainer.stop_at=5", "-q", check=False, timeout=120)
         assert done.returncode in (0, 2), (seed, done.stderr)
         assert "Traceback" not in done.stdout + done.stderr, (seed, done.stderr)
         if done.returncode:
