@@ -24,6 +24,8 @@ from moeflow.schema.gate import GateConfig
 from moeflow.schema.model import ConvNetConfig
 
 _GROUP_CHANNELS = 16
+#: The stem halves 32x32, and so does each further stage.
+_MOST_STAGES = 5
 
 
 class Convolution(nn.Module):
@@ -167,8 +169,20 @@ def _check(config: ConvNetConfig) -> None:
             f"model.depths={config.depths} has {len(config.depths)} entries and model.widths={config.widths} "
             f"{len(config.widths)}: each stage needs one of both"
         )
+    if not 1 <= len(config.widths) <= _MOST_STAGES:
+        raise ConfigError(
+            f"model.widths={config.widths} has {len(config.widths)} stages: 1 to {_MOST_STAGES} of them halve an image "
+            "of 32x32 down to one position at most",
+            "as many entries in model.widths and model.depths",
+        )
     for stage in config.moe_stages:
         if not 0 <= stage < len(config.widths):
             raise ConfigError(
                 f"model.moe_stages has {stage}: stages are numbered 0 to {len(config.widths) - 1}, see model.widths"
+            )
+        if round(config.mlp_ratio * config.widths[stage]) < 1:
+            raise ConfigError(
+                f"model.mlp_ratio={config.mlp_ratio:g} times {config.widths[stage]} channels rounds to a hidden width "
+                "of 0; at least 1 is needed",
+                f"model.mlp_ratio={1 / config.widths[stage]:g} or more",
             )

@@ -17,7 +17,7 @@ class OptimConfig:
     weight_decay: float = option(0.01, "decoupled weight decay of matrices and convolutions", minimum=0.0)
     betas: List[float] = option([0.9, 0.95], "AdamW's decay rates of both moments", minimum=0.0, below=1.0, length=2)
     eps: float = option(1e-8, "AdamW's epsilon", above=0.0)
-    momentum: float = option(0.9, "SGD's momentum", minimum=0.0)
+    momentum: float = option(0.9, "SGD's momentum", minimum=0.0, below=1.0)
     nesterov: bool = option(True, "SGD with Nesterov momentum")
     clip_norm: Optional[float] = option(1.0, "largest gradient norm over all parameters; null does not clip", above=0.0)
 

@@ -48,8 +48,9 @@ def check_room(model: nn.Module, config: RunConfig, topology: Topology, device: 
         needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if needed > room:
         raise ResourceError(
-            f"model.num_experts={config.model.num_experts}: parameters{', gradients and optimizer state' * training} "
-            f"take at least {needed / 2**30:,.1f} GiB, and {where} has {room / 2**30:,.1f} GiB free",
+            f"parameters{', gradients and optimizer state' * training} of this model (model.num_experts="
+            f"{config.model.num_experts}) take at least {needed / 2**30:,.1f} GiB, and {where} has "
+            f"{room / 2**30:,.1f} GiB free",
             _MEND,
         )
 

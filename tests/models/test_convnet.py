@@ -129,9 +129,17 @@ def test_width_of_an_expert_shares_out_that_of_the_dense_twin():
         ({"widths": [16, 40]}, ["model.widths", "40", "48"]),
         ({"depths": [1]}, ["model.depths", "model.widths"]),
         ({"moe_stages": [2]}, ["model.moe_stages", "2", "0 to 1"]),
+        ({"widths": [], "depths": [], "moe_stages": []}, ["model.widths", "1 to 5"]),
+        ({"widths": [16] * 6, "depths": [1] * 6}, ["6 stages", "1 to 5"]),
+        ({"mlp_ratio": 0.001}, ["model.mlp_ratio=0.001", "or more"]),
     ],
 )
 def test_options_that_do_not_fit(options: dict, words: list[str]):
     with pytest.raises(ConfigError) as error:
         small(**options)
     assert all(word in str(error.value) for word in words)
+
+
+def test_as_many_stages_as_an_image_has_room_for():
+    net = small(widths=[16] * 5, depths=[1] * 5)
+    assert net(torch.randn(2, 3, 32, 32)).shape == (2, 10)
