@@ -194,6 +194,7 @@ def _check_sizes(config: RunConfig, topology: Topology, bundle: DataBundle) -> N
             f"parallel.pp_microbatches = {parts}",
             f"data.batch_size={-(-config.data.batch_size // parts) * parts}",
         )
+    _check_kind(config, bundle)
     classes = getattr(config.model, "num_classes", None)
     if classes is not None and bundle.num_classes is not None and classes < bundle.num_classes:
         raise ConfigError(
@@ -207,6 +208,17 @@ def _check_sizes(config: RunConfig, topology: Topology, bundle: DataBundle) -> N
         raise ConfigError(
             f"model.vocab_size={vocabulary}: the data have {bundle.vocab_size} tokens", "model.vocab_size=null"
         )
+
+
+def _check_kind(config: RunConfig, bundle: DataBundle) -> None:
+    """Refuse a network for images on a text, and the other way about."""
+    for kind, key, has in (("classes", "num_classes", bundle.num_classes), ("tokens", "vocab_size", bundle.vocab_size)):
+        if hasattr(config.model, key) and has is None:
+            model, data = ("gpt", "cifar10") if kind == "classes" else ("convnet", "text")
+            raise ConfigError(
+                f"model={config.model.name} predicts {kind}, and data={config.data.name} has none",
+                f"data={data}, or model={model}",
+            )
 
 
 def pipeline_microbatches(config: RunConfig) -> int:

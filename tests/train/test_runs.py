@@ -218,6 +218,26 @@ def test_memory_that_is_not_there(tmp_path):
         torch.ones(2) + torch.ones(3)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("model=gpt", "model.vocab_size=256"),
+            "model=gpt predicts tokens, and data=cifar10 has none\n  mend: data=text",
+        ),
+        (("data=text",), "model=lenet predicts classes, and data=text has none\n  mend: data=cifar10"),
+    ],
+)
+def test_a_model_and_data_of_two_kinds(tmp_path, words, said):
+    done = moeflow(
+        *("train", "+recipe=cifar_tutorial_moe", *words, "launch.processes=1", "parallel.ep=1"),
+        *("data.source=synthetic", "trainer.max_steps=1", f"run.dir={tmp_path / 'run'}"),
+        check=False,
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
 def test_numbers_of_threads_that_cannot_be(monkeypatch):
     config = RunConfig()
     for text in ("many", "0", "-1", "", "1.5"):
