@@ -35,12 +35,12 @@ class Net(nn.Module):
         return self.last(self.residual(self.plain(self.first(x))[0])[0])
 
 
-def main(folder):
+def main(folder, stage):
     deepspeed.init_distributed("gloo")
     torch.manual_seed(0)
     net = Net(int(os.environ["WORLD_SIZE"]))
     groups = split_params_into_different_moe_groups_for_optimizer({"params": list(net.parameters()), "name": "all"})
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 0}, "steps_per_print": 1000}
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}, "steps_per_print": 1000}
     engine = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=config)[0]
     for _ in range(3):
         engine.backward(engine(torch.randn(4, 6)).square().mean())
@@ -55,4 +55,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

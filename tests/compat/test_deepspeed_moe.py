@@ -41,9 +41,10 @@ class Net(nn.Module):
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
-def test_a_checkpoint_that_deepspeed_made(tmp_path):
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_checkpoint_that_deepspeed_made(tmp_path, stage):
     pytest.importorskip("deepspeed")
-    run_scripts([str(Path(__file__).with_name("deepspeed_script.py")), str(tmp_path)], 2, timeout=200)
+    run_scripts([str(Path(__file__).with_name("deepspeed_script.py")), str(tmp_path), str(stage)], 2, timeout=200)
     tensors = deepspeed_moe.load(tmp_path)
     net = Net().eval()
     net.load_state_dict(tensors)
