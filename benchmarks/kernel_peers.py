@@ -82,7 +82,6 @@ def _sum_rows(rows, y, row_of, weights, width, K: tl.constexpr, BLOCK: tl.conste
     for k in range(K):
         row = tl.load(row_of + token * K + k).to(tl.int64)
         weight = tl.load(weights + token * K + k)
-        kept = (at < width) & (row >= 0)
-        value = tl.load(rows + row * width + at, mask=kept, other=0.0)
+        value = tl.load(rows + row * width + at, mask=at < tl.where(row >= 0, width, 0), other=0.0)
         total += weight * value.to(tl.float32)
     tl.store(y + token * width + at, total.to(y.dtype.element_ty), mask=at < width)
