@@ -221,7 +221,8 @@ class Trainer:
         """The row of the whole batch: means over the data-parallel ranks; every rank must call it."""
         sums = self._loss_sums(output)
         if sums:
-            sums |= metric_sums(self.session, output.outputs)
+            # The loss that was trained on, not the metric of that name, which is without label smoothing.
+            sums = metric_sums(self.session, output.outputs) | sums
         means = batch_means(self.session, sums)
         return {
             "loss": means.pop("loss"),
