@@ -105,7 +105,7 @@ def test_kills_lose_no_row_that_was_logged(tmp_path):
         assert ours.recv() == "ready"
         deadline = time.monotonic() + draw.uniform(0.01, 0.06)
         last = 0
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline or not last:  # a busy machine may take longer to the first row
             last = ours.recv() if ours.poll(0.001) else last
         process.kill()
         process.join()
