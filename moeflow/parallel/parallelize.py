@@ -18,6 +18,7 @@ from moeflow.models.init import initialize_module
 from moeflow.moe import MoELayer
 from moeflow.parallel import collectives
 from moeflow.parallel.dispatcher import RankDispatcher
+from moeflow.parallel.nodes import place_topology_gate
 from moeflow.parallel.shapes import agree_on_shapes
 from moeflow.parallel.sharding import Sharding, describe_sharding
 from moeflow.parallel.tensor import connect_regions, cut_leaf, cut_plan
@@ -68,6 +69,8 @@ def parallelize(
     for layer in moe_layers(model).values():
         _distribute_experts(layer, topology, sequence_parallel)
     _materialize_leaves(model, seed, plan, topology["tp"])
+    for layer in moe_layers(model).values():
+        place_topology_gate(layer, topology["ep"], device)
     connect_regions(model, topology["tp"], sequence_parallel)
     sharding = describe_sharding(model, topology, sequence_parallel)
     return Part(model.to(device), sharding, full_shapes)
