@@ -115,7 +115,7 @@ def _prepare(
         update(run, config, force)
         if wanted is not None:
             Shelf(run.checkpoints).point(wanted)
-        run.mark("running")
+        run.mark("running", forced=force)
     except BaseException:
         run.release()
         raise

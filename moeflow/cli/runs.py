@@ -17,7 +17,7 @@ from moeflow.config.changes import ABSENT, Change, differences, refused
 from moeflow.config.paths import absolute_paths
 from moeflow.config.plain import dump, load
 from moeflow.config.problems import raise_any
-from moeflow.errors import MoeflowError, stopped_code
+from moeflow.errors import LaunchError, MoeflowError, stopped_code
 from moeflow.logging import get_logger, rank
 from moeflow.schema import RunConfig
 from moeflow.train import rundir
@@ -65,7 +65,7 @@ def diff_text(changes: Sequence[Change]) -> str:
 
 
 def resumable(config: RunConfig) -> RunDir | None:
-    """Return the run that `resume=auto` goes on with: the one in `run.dir`, else the newest of the recipe that fits.
+    """Lock and return the run that `resume=auto` goes on with: that in `run.dir`, else the recipe's newest that fits.
 
     A run fits when it has a checkpoint, steps are left, nobody trains in it, and it differs from `config` only in keys
     that may change on resume.  The one in `run.dir` fits without a checkpoint too: it starts anew in its folder, as
@@ -79,7 +79,11 @@ def resumable(config: RunConfig) -> RunDir | None:
     for run in candidates:
         reason = _unfit(run, config, named=config.run.dir is not None)
         if reason is None:
-            return run
+            try:
+                run.acquire()
+                return run
+            except LaunchError:
+                reason = "it is running"  # another resume=auto was a moment earlier
         logger.info("resume=auto passes over %s: %s", run.path, reason)
     return None
 

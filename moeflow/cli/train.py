@@ -157,7 +157,6 @@ def _folder(composition: Composition) -> tuple[RunDir, bool]:
     config = composition.config
     run = resumable(config) if config.resume == "auto" else None
     if run is not None:
-        run.acquire()
         logger.info("resume=auto: going on with %s", shown(run.path))
         update(run, in_folder(config, run))
     else:

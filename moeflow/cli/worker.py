@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -20,7 +21,20 @@ def main(argv: list[str]) -> int:
     """Train or evaluate as one rank of the run in argv[0]; returns the exit code."""
     # Without a word: the process that started the ranks was told too, and speaks for all.
     with ending_at_once(lambda number: None):
+        _told_when_orphaned()
         return _work(argv)
+
+
+def _told_when_orphaned() -> None:
+    """Have the system send SIGTERM, which saves and stops, when the process that started this rank is killed.
+
+    Otherwise it would train on without anybody knowing, in a folder that a resume then takes.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(signal.SIGTERM), 0, 0, 0)
 
 
 def _work(argv: list[str]) -> int:

@@ -58,9 +58,11 @@ def train(config: RunConfig, run_dir: str | Path, resume: bool = False) -> Summa
 
 def _train(session: Session, store: CheckpointStore, run_dir: str | Path, resume: bool, stop: StopSignal) -> Summary:
     trainer = Trainer(session, store, stop)
+    # Before anything is read or written: a run whose starter was killed may still be at it.
+    store.claim()
     step = store.latest() if resume else None
     if step is not None:
-        trainer.restore(step)
+        trainer.restore(step, other_data=bool(RunDir(Path(run_dir)).status().get("forced")))
     # After the checkpoint was found good: the reporter cuts what was logged after its step.
     reporter = Reporter(session.config, run_dir, session.topology, step, session.data.source, session.task.unit)
     try:

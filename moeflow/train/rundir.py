@@ -118,7 +118,7 @@ class RunDir:
         """
         assert state in STATES, state
         if state == "running":
-            facts = {"begun": None, **facts}
+            facts = {"begun": None, "forced": False, **facts}
         self._note(state=state, pid=os.getpid(), host=socket.gethostname(), **{state: _now()}, **facts)
 
     def begin(self) -> None:

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moeflow.errors import CheckpointError
 from moeflow.logging import get_logger
 from moeflow.parallel import state
 from moeflow.train.checkpoint import CheckpointStore, Keep
 from moeflow.train.session import Session
+from moeflow.train.shelf import resume_command
 from moeflow.train.whole import WEIGHTS_ONLY
 
 logger = get_logger(__name__)
@@ -50,6 +52,7 @@ class Snapshot:
             "layout": self._layout(),
             "recipe": config.run.recipe,
             "data": self.session.data.source,
+            "fingerprint": self.session.data.fingerprint,
             **more,
         }
         if self.optimizer is not None and not self.optimizer.state:
@@ -57,14 +60,24 @@ class Snapshot:
         wait = not config.checkpoint.background
         store.save(step, self._tensors(), _random_state(), meta, wait=wait, keep=keep)
 
-    def load(self, store: CheckpointStore, step: int) -> dict[str, Any]:
+    def load(self, store: CheckpointStore, step: int, other_data: bool = False) -> dict[str, Any]:
         """Read a checkpoint into the model, the optimizer and the random generators; collective.
+
+        Args:
+            store: holds it.
+            step: of the checkpoint.
+            other_data: take it although it was trained on other data than those of the session.
 
         Returns:
             The checkpoint's meta.
+
+        Raises:
+            CheckpointError: it is damaged, does not fit, or was trained on other data.
         """
         store.verify(step)
         meta = store.read_meta(step)
+        if not other_data:
+            self._check_data(store, step, meta)
         assert self.optimizer is not None
         if meta.get(WEIGHTS_ONLY):
             logger.info("the checkpoint holds parameters alone: the optimizer starts anew")
@@ -77,6 +90,19 @@ class Snapshot:
         else:
             logger.info("the checkpoint is of another layout: random generators start anew")
         return meta
+
+    def _check_data(self, store: CheckpointStore, step: int, meta: dict[str, Any]) -> None:
+        """Refuse to go on with the drawn figures where real images were, say, because the disk is not mounted."""
+        data, before = self.session.data, meta.get("fingerprint")
+        if before in (None, data.fingerprint):
+            return
+        again = resume_command(store.folder.parent, step)
+        same = "data.source=synthetic" if meta.get("data") == "synthetic" else "data.root=FOLDER"
+        raise CheckpointError(
+            f"the checkpoint of step {step} was trained on {meta.get('data')} data ({before}), and what is found now "
+            f"is {data.source} ({data.fingerprint})",
+            f"{again} {same} goes on with the same data, {again} --force with these",
+        )
 
     def load_model(self, store: CheckpointStore, step: int) -> dict[str, Any]:
         """Read the parameters alone; collective."""

@@ -69,13 +69,13 @@ class Trainer:
 
     # --- resuming ----------------------------------------------------------------------------------------------------
 
-    def restore(self, step: int) -> None:
-        """Take everything back from the checkpoint of a step.
+    def restore(self, step: int, other_data: bool = False) -> None:
+        """Take everything back from the checkpoint of a step, that was trained on the same data unless `other_data`.
 
         Raises:
             CheckpointError: it is damaged or does not fit.
         """
-        meta = self.snapshot.load(self.store, step)
+        meta = self.snapshot.load(self.store, step, other_data)
         self.step = self._saved_step = meta["step"]
         self._owes_evaluation = bool(meta.get(OWES_EVALUATION))
         self.bad_steps.rewind(self.step)

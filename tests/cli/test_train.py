@@ -157,6 +157,17 @@ def test_auto_passes_over_runs_that_do_not_fit(training, moeflow) -> None:
         assert training.run_dir not in (first, second)
 
 
+def test_two_autos_at_once_take_two_runs(training, moeflow, monkeypatch) -> None:
+    moeflow(*AUTO, "trainer.stop_at=10")
+    first = training.run_dir
+    with rundir.open(first).lock():
+        # The other one took it after this one had looked.
+        monkeypatch.setattr(rundir.RunDir, "in_use", lambda run: False)
+        code, _, err = moeflow(*AUTO)
+    assert (code, training.run_dir != first) == (0, True)
+    assert "it is running" in err
+
+
 def test_auto_with_a_named_folder(training, moeflow, tmp_path: Path) -> None:
     moeflow(*AUTO, "run.dir=here", "trainer.stop_at=10")
     code, _, err = moeflow(*AUTO, "run.dir=here")

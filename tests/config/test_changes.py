@@ -78,7 +78,7 @@ def test_amend_names_what_is_wrong(word: str, expected: str) -> None:
         ("gate.top_k=1", False),
         ("gate.bias=true", False),
         ("data.batch_size=64", False),
-        ("data.source=synthetic", False),
+        ("data.source=synthetic", True),
         ("data.train_samples=10", False),
         ("data.augment=false", False),
         ("run.seed=5", False),

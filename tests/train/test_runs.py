@@ -175,13 +175,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(tmp_path):
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    before = {path: path.stat().st_mtime_ns for path in (folder / "checkpoints").rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in (folder / "checkpoints").rglob("*") if path.name != ".lock"}
     done = moeflow("resume", str(folder), "trainer.max_steps=8", check=False)
     assert done.returncode == 2
     assert shard.name in done.stderr
     assert "3" in done.stderr.split("mend:")[1]
     assert "Traceback" not in done.stderr
-    assert before == {path: path.stat().st_mtime_ns for path in (folder / "checkpoints").rglob("*")}
+    assert before == {
+        path: path.stat().st_mtime_ns for path in (folder / "checkpoints").rglob("*") if path.name != ".lock"
+    }
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_one_message(tmp_path):
@@ -204,6 +206,59 @@ def test_a_resume_that_cannot_run_leaves_the_configuration(tmp_path):
         assert "Traceback" not in done.stderr
     moeflow("resume", str(folder), "trainer.max_steps=4")
     assert summary(folder)["step"] == 4
+
+
+def test_other_data_than_the_checkpoints_are_refused(tmp_path):
+    for name, factor in (("here", 1), ("there", 1), ("other", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text").write_text("".join(chr(97 + (i * i * factor) % 23) for i in range(4000)))
+    folder = tmp_path / "run"
+    words = ["+recipe=gpt_moe", "model.num_layers=1", "data.batch_size=2", "trainer.eval_batches=1", "data.path=text"]
+    moeflow("train", *words, f"data.root={tmp_path / 'here'}", "trainer.max_steps=2", f"run.dir={folder}")
+    done = moeflow("resume", str(folder), "trainer.max_steps=3", f"data.root={tmp_path / 'other'}", check=False)
+    assert done.returncode == 2
+    assert "step 2 was trained on real data" in done.stderr
+    assert "--force with these" in done.stderr
+    moeflow("resume", str(folder), "trainer.max_steps=3", f"data.root={tmp_path / 'there'}")
+    moeflow("resume", str(folder), "trainer.max_steps=4", f"data.root={tmp_path / 'other'}", "--force")
+    assert summary(folder)["step"] == 4
+
+
+@pytest.mark.distributed
+def test_ranks_whose_starter_was_killed_save_and_stop(tmp_path):
+    folder = tmp_path / "run"
+    process = started(folder, "launch.processes=2", "parallel.ep=2")
+    process.kill()
+    # Their output ends when the last of them has ended.
+    said, _ = process.communicate(timeout=60)
+    assert "SIGTERM: saving after this step" in said
+    steps = [row["step"] for row in rows(folder) if "loss" in row]
+    assert (folder / "checkpoints" / "latest").read_text() == f"step_{steps[-1]:08d}\n"
+    assert summary(folder)["status"] == "interrupted"
+
+
+def test_checkpoints_that_somebody_still_writes_are_left_alone(tmp_path):
+    folder = tmp_path / "run"
+    train(folder, "trainer.max_steps=2")
+    before = (folder / "metrics.jsonl").read_bytes()
+    script = f"""
+import time
+from moeflow.train.shelf import Shelf
+shelf = Shelf({str(folder / "checkpoints")!r})
+shelf.claim()
+print("ready", flush=True)
+time.sleep(60)
+"""
+    writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment())
+    try:
+        assert writer.stdout.readline() == "ready\n"
+        done = moeflow("resume", str(folder), "trainer.max_steps=3", check=False)
+    finally:
+        writer.kill()
+        writer.communicate()
+    assert done.returncode == 2
+    assert f"is in use: another run writes its checkpoints there (process {writer.pid} on" in done.stderr
+    assert (folder / "metrics.jsonl").read_bytes() == before
 
 
 def test_memory_that_is_not_there(tmp_path):
