@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from moeflow.logging import get_logger
 from moeflow.parallel.prepare import leave
 from moeflow.schema import RunConfig
 from moeflow.train.banner import banner
@@ -24,6 +25,7 @@ from moeflow.train.signals import StopSignal
 from moeflow.train.snapshot import Snapshot
 from moeflow.train.trainer import Trainer
 
+logger = get_logger(__name__)
 CHECKPOINTS = "checkpoints"
 Summary = dict[str, Any]
 
@@ -88,7 +90,7 @@ def evaluate_run(config: RunConfig, run_dir: str | Path, step: int | None = None
         step: of the checkpoint; None takes the latest.
 
     Returns:
-        "step" and the metrics.
+        "step", "data" (their name, and whether they are real), and the metrics.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -103,9 +105,11 @@ def _evaluate_run(config: RunConfig, run_dir: str | Path, step: int | None) -> d
         session = open_session(config, accelerator, topology, training=False)
         store = _store(run_dir, session)
         found = store.choose(step)
-        Snapshot(session).load_model(store, found)
+        meta = Snapshot(session).load_model(store, found)
+        if meta.get("fingerprint") not in (None, session.data.fingerprint):
+            logger.warning("these are other data than those of the training (%s)", meta["fingerprint"])
         accelerator.prepare_model(session.model, device_placement=False, evaluation_mode=True)
-        return {"step": found, **evaluate(session)}
+        return {"step": found, "data": f"{session.data.name} ({session.data.source})", **evaluate(session)}
     finally:
         leave()
 

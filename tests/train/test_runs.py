@@ -220,6 +220,9 @@ def test_other_data_than_the_checkpoints_are_refused(tmp_path):
     assert "step 2 was trained on real data" in done.stderr
     assert "--force with these" in done.stderr
     moeflow("resume", str(folder), "trainer.max_steps=3", f"data.root={tmp_path / 'there'}")
+    shown = moeflow("eval", str(folder), f"data.root={tmp_path / 'other'}")
+    assert "data             text:text (real)" in shown.stdout
+    assert "other data than those of the training" in shown.stderr
     moeflow("resume", str(folder), "trainer.max_steps=4", f"data.root={tmp_path / 'other'}", "--force")
     assert summary(folder)["step"] == 4
 
