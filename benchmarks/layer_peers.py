@@ -57,22 +57,24 @@ def moeflow(sizes: Sizes) -> Layer:
     """This project's layer; with ep, its experts shared out as `moeflow train` does."""
     from moeflow import MoELayer
 
-    # With ep, each rank draws its own experts, as users of a plain script do.
-    layer = MoELayer(
-        sizes.d_model,
-        sizes.num_experts,
-        d_hidden=sizes.d_ffn,
-        gate="naive",
-        activation=sizes.kind,
-        bias=sizes.kind == "relu",
-    )
-    if sizes.ep > 1:
-        from moeflow.parallel.parallelize import parallelize
-        from moeflow.parallel.topology import Topology
-        from moeflow.schema import ParallelConfig
+    with torch.device("meta" if sizes.ep > 1 else "cpu"):
+        layer = MoELayer(
+            sizes.d_model,
+            sizes.num_experts,
+            d_hidden=sizes.d_ffn,
+            gate="naive",
+            activation=sizes.kind,
+            bias=sizes.kind == "relu",
+        )
+    if sizes.ep == 1:
+        return _kept(layer, sizes)
+    from moeflow.parallel.parallelize import parallelize
+    from moeflow.parallel.topology import Topology
+    from moeflow.schema import ParallelConfig
 
-        layer = parallelize(layer, Topology.create(ParallelConfig(ep=sizes.ep)))
-    return _kept(layer, sizes)
+    module = nn.Sequential(layer)
+    parallelize(module, Topology.create(ParallelConfig(ep=sizes.ep), 600.0), 0, torch.device("cpu"))
+    return _kept(module, sizes)
 
 
 def deepspeed(sizes: Sizes) -> Layer:
