@@ -1,4 +1,8 @@
-"""Launchers are recognized by their variables, as recorded from real starts; what does not fit is a clear message."""
+"""Launchers are recognized by their variables; what does not fit is a clear message.
+
+The sets are written by hand after the launchers' documentation.  tests/train/test_launchers.py starts mpirun, torchrun,
+accelerate and deepspeed for real; srun and MPICH's or Intel's mpiexec are known from these variables alone.
+"""
 
 from __future__ import annotations
 
