@@ -7,9 +7,14 @@ that a dispatcher keeps nothing between calls.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
+
+from moeflow.moe.tree import Tree, leaves, tree_map
+
+if TYPE_CHECKING:
+    from moeflow.moe.experts import Experts
 
 
 class Dispatcher(Protocol):
@@ -44,6 +49,19 @@ class Dispatcher(Protocol):
         """Bring the experts' outputs back, in the order in which `dispatch` got the rows."""
         ...
 
+    def run(self, experts: Experts, rows_RD: Tree, tokens_per_expert_E: Tensor) -> Tree:
+        """Rows, ordered by expert, through the experts, wherever those are; outputs in the same order."""
+        ...
+
+
+def run_plain(dispatcher: Dispatcher, experts: Experts, rows_RD: Tree, tokens_per_expert_E: Tensor) -> Tree:
+    """`Dispatcher.run` in three steps: all rows go, all are computed, all come back."""
+    sent = [dispatcher.dispatch(leaf, tokens_per_expert_E) for leaf in leaves(rows_RD)]
+    arrived = iter(rows for rows, _, _ in sent)
+    _, tokens_per_expert_L, state = sent[0]
+    rows_RO = experts(tree_map(lambda _: next(arrived), rows_RD), tokens_per_expert_L)
+    return tree_map(lambda leaf: dispatcher.combine(leaf, state), rows_RO)
+
 
 class LocalDispatcher:
     """All experts are in this process."""
@@ -61,3 +79,6 @@ class LocalDispatcher:
 
     def combine(self, rows_RD: Tensor, state: Any) -> Tensor:
         return rows_RD
+
+    def run(self, experts: Experts, rows_RD: Tree, tokens_per_expert_E: Tensor) -> Tree:
+        return experts(rows_RD, tokens_per_expert_E)

@@ -177,7 +177,7 @@ class MoELayer(nn.Module):
         plan = self._plan(ids_TK, capacity, context)
         weights_TK = self.gate.reweigh(out.weights_TK, ids_TK)
         rows_RD = tree_map(lambda leaf: ops.dispatch(leaf, plan), x_TD)
-        rows_RO = self._run(rows_RD, plan.tokens_per_expert_E)
+        rows_RO = self.dispatcher.run(self.experts, rows_RD, plan.tokens_per_expert_E)
         return tree_map(lambda leaf: ops.combine(leaf, plan, weights_TK), rows_RO)
 
     def _through_slots(self, x_TD: Tree, out: SoftOutput) -> Tree:
@@ -186,15 +186,7 @@ class MoELayer(nn.Module):
         device = out.dispatch_BSM.device
         counts_E = torch.full((self.num_experts,), per_expert, dtype=torch.int64, device=device)
         self.last_stats = MoEStats(counts_E, torch.zeros((), dtype=torch.int64, device=device))
-        return tree_map(out.merge, self._run(rows_RD, counts_E))
-
-    def _run(self, rows_RD: Tree, tokens_per_expert_E: Tensor) -> Tree:
-        """Rows ordered by expert through the experts, wherever those are."""
-        sent = [self.dispatcher.dispatch(leaf, tokens_per_expert_E) for leaf in leaves(rows_RD)]
-        arrived = iter(rows for rows, _, _ in sent)
-        _, tokens_per_expert_L, state = sent[0]
-        rows_RO = self.experts(tree_map(lambda _: next(arrived), rows_RD), tokens_per_expert_L)
-        return tree_map(lambda leaf: self.dispatcher.combine(leaf, state), rows_RO)
+        return tree_map(out.merge, self.dispatcher.run(self.experts, rows_RD, counts_E))
 
     # --- after the experts -------------------------------------------------------------------------------------------
 

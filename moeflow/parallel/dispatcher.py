@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from moeflow import ops
+from moeflow.moe import Experts
+from moeflow.moe.dispatcher import run_plain
+from moeflow.moe.tree import Tree
 from moeflow.parallel import collectives, regions
 from moeflow.parallel.topology import Topology
 
@@ -89,3 +92,6 @@ class RankDispatcher:
             rows_RD = collectives.scatter_rows(rows_RD, state.gathered, self.etp)
         rows_RD = ops.regroup(rows_RD, state.arrived_WL, inverse=True)
         return collectives.all_to_all_rows(rows_RD, state.receive, state.send, self.ep)
+
+    def run(self, experts: Experts, rows_RD: Tree, tokens_per_expert_E: Tensor) -> Tree:
+        return run_plain(self, experts, rows_RD, tokens_per_expert_E)
