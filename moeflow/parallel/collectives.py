@@ -33,10 +33,10 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0) -> Tensor:
     return tensor
 
 
-def barrier(group: Group) -> None:
-    """Wait for every rank of the group."""
+def barrier(group: Group, name: str = "barrier") -> None:
+    """Wait for every rank of the group; `name` is what a message calls it."""
     if group.size > 1:
-        with watched("barrier", group):
+        with watched(name, group):
             dist.barrier(group=group.process_group)
 
 

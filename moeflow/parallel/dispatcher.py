@@ -9,7 +9,9 @@ Legend: T tokens, R rows, D model, E experts of the layer in all, L experts on t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,9 @@ from moeflow import ops
 from moeflow.moe import Experts
 from moeflow.moe.dispatcher import run_plain
 from moeflow.moe.tree import Tree
+from moeflow.ops import pool
 from moeflow.parallel import collectives, regions
+from moeflow.parallel.shared_memory import SharedRows
 from moeflow.parallel.topology import Topology
 
 
@@ -30,6 +34,7 @@ class _Way:
         send: rows sent to each ep rank.
         receive: rows received from each ep rank.
         arrived_WL: rows of each local expert from each ep rank.
+        arrived: the same as numbers.
         gathered: rows of each etp rank; None without etp.
         merged_WL: rows of each local expert from each etp rank.
     """
@@ -37,6 +42,7 @@ class _Way:
     send: list[int]
     receive: list[int]
     arrived_WL: Tensor
+    arrived: list[list[int]]
     gathered: list[int] | None = None
     merged_WL: Tensor | None = None
 
@@ -47,13 +53,16 @@ class RankDispatcher:
     Args:
         topology: of this rank.
         sequence_parallel: whether the layer's input is this tp rank's part of the sequence already.
+        shared_memory: whether ranks of one machine may exchange rows through memory that they share (CPU only).
     """
 
-    def __init__(self, topology: Topology, sequence_parallel: bool = False):
+    def __init__(self, topology: Topology, sequence_parallel: bool = False, shared_memory: bool = True):
         self.ep, self.etp, self.tp = topology["ep"], topology["etp"], topology["tp"]
         self.token_ranks = self.tp.size
         self._share_out = self.tp.size > 1 and not sequence_parallel
         self._agreed = False
+        self._may_share = shared_memory
+        self._shared: SharedRows | None = None
 
     def split_tokens(self, x: Tensor) -> tuple[Tensor, float]:
         if not self._share_out:
@@ -70,28 +79,71 @@ class RankDispatcher:
             shape = {"experts": tokens_per_expert_E.numel(), "width": rows_RD.shape[1], "dtype": str(rows_RD.dtype)}
             collectives.agree("the shape of an MoE layer", shape, self.ep)
             self._agreed = True
+            if self._may_share and rows_RD.device.type == "cpu":
+                self._shared = SharedRows.of(self.ep)
         # Rows leave ordered by expert, hence by destination; they arrive ordered by source and, from each, by expert.
         sent_WL = tokens_per_expert_E.view(self.ep.size, -1)
         received_WL = collectives.exchange_counts(sent_WL, self.ep)
-        # One copy to the host for both: the split sizes of the all-to-all have to be known there.
-        send, receive = torch.stack([sent_WL.sum(1), received_WL.sum(1)]).tolist()
-        rows_RD = collectives.all_to_all_rows(rows_RD, send, receive, self.ep)
-        rows_RD = ops.regroup(rows_RD, received_WL)
+        # One copy to the host for all: the sizes have to be known there.
+        sent, arrived = torch.stack([sent_WL, received_WL]).tolist()
+        send, receive = [sum(row) for row in sent], [sum(row) for row in arrived]
+        way = _Way(send, receive, received_WL, arrived)
+        rows_RD = self._to_experts(rows_RD, way)
         counts_L = received_WL.sum(0)
         if self.etp.size == 1:
-            return rows_RD, counts_L, _Way(send, receive, received_WL)
+            return rows_RD, counts_L, way
         counts_WL = torch.stack(collectives.all_gather(counts_L, self.etp))
         gathered = counts_WL.sum(1).tolist()
         rows_RD = ops.regroup(collectives.gather_rows(rows_RD, gathered, self.etp), counts_WL)
-        return rows_RD, counts_WL.sum(0), _Way(send, receive, received_WL, gathered, counts_WL)
+        return rows_RD, counts_WL.sum(0), replace(way, gathered=gathered, merged_WL=counts_WL)
 
     def combine(self, rows_RD: Tensor, state: _Way) -> Tensor:
         if state.gathered is not None:
             assert state.merged_WL is not None
             rows_RD = ops.regroup(rows_RD, state.merged_WL, inverse=True)
             rows_RD = collectives.scatter_rows(rows_RD, state.gathered, self.etp)
-        rows_RD = ops.regroup(rows_RD, state.arrived_WL, inverse=True)
-        return collectives.all_to_all_rows(rows_RD, state.receive, state.send, self.ep)
+        return self._from_experts(rows_RD, state)
+
+    def _to_experts(self, rows_RD: Tensor, way: _Way) -> Tensor:
+        if self._shared is not None:
+            return _Shared.apply(rows_RD, way, self._shared, False)
+        rows_RD = collectives.all_to_all_rows(rows_RD, way.send, way.receive, self.ep)
+        return ops.regroup(rows_RD, way.arrived_WL)
+
+    def _from_experts(self, rows_RD: Tensor, way: _Way) -> Tensor:
+        if self._shared is not None:
+            return _Shared.apply(rows_RD, way, self._shared, True)
+        rows_RD = ops.regroup(rows_RD, way.arrived_WL, inverse=True)
+        return collectives.all_to_all_rows(rows_RD, way.receive, way.send, self.ep)
 
     def run(self, experts: Experts, rows_RD: Tree, tokens_per_expert_E: Tensor) -> Tree:
         return run_plain(self, experts, rows_RD, tokens_per_expert_E)
+
+
+class _Shared(torch.autograd.Function):
+    """Rows to their experts through shared memory, or back; the gradient of either is the other one."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, way: _Way, shared: SharedRows, back: bool) -> Tensor:
+        ctx.way, ctx.shared, ctx.back = way, shared, back
+        return _through_memory(rows_RD, way, shared, back)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> Any:
+        return _through_memory(grad_RD, ctx.way, ctx.shared, not ctx.back), None, None, None
+
+
+def _through_memory(rows_RD: Tensor, way: _Way, shared: SharedRows, back: bool) -> Tensor:
+    here = [[block] for block in _blocks(way.send)]
+    # Where the experts are, rows stand by expert and then by source; for each source, its blocks by expert.
+    by_expert = _blocks([row[e] for e in range(len(way.arrived[0])) for row in way.arrived])
+    there = [by_expert[source :: len(way.arrived)] for source in range(len(way.arrived))]
+    outgoing, incoming, num_rows = (there, here, sum(way.send)) if back else (here, there, sum(way.receive))
+    out_RD = pool.empty((num_rows, *rows_RD.shape[1:]), rows_RD)
+    return shared.exchange(rows_RD.contiguous(), outgoing, out_RD, incoming)
+
+
+def _blocks(counts: list[int]) -> list[tuple[int, int]]:
+    """Where consecutive blocks of these lengths begin and end."""
+    ends = list(accumulate(counts))
+    return [(end - count, end) for count, end in zip(counts, ends, strict=True)]
