@@ -28,6 +28,7 @@ class Sizes:
     top_k: int = 2
     batch: int = 8
     seq: int = 512
+    shared_memory: bool = True
     parameters: list[nn.Parameter] = field(default_factory=list)
 
 
@@ -73,7 +74,12 @@ def moeflow(sizes: Sizes) -> Layer:
     from moeflow.schema import ParallelConfig
 
     module = nn.Sequential(layer)
-    parallelize(module, Topology.create(ParallelConfig(ep=sizes.ep), 600.0), 0, torch.device("cpu"))
+    parallelize(
+        module,
+        Topology.create(ParallelConfig(ep=sizes.ep, shared_memory=sizes.shared_memory), 600.0),
+        0,
+        torch.device("cpu"),
+    )
     return _kept(module, sizes)
 
 

@@ -1,7 +1,7 @@
 """Speed and memory of one MoE layer on CPU beside a dense MLP of equal active FLOPs, and beside other libraries.
 
     python benchmarks/moe_layer.py                          8, 32 and 64 experts, two kinds of expert
-    python benchmarks/moe_layer.py --ep 2 --experts 8 32    two processes of one thread, over gloo
+    python benchmarks/moe_layer.py --ep 2 --experts 8 32    two processes of one thread
     python benchmarks/moe_layer.py --layers moeflow --json layer.json
 
 Forward and backward of 4,096 tokens, 512 wide, 2,048 hidden, top-2, fp32, gradients made anew in each step.  Each layer
@@ -40,6 +40,9 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=("relu", "swiglu"), default=["relu", "swiglu"])
     parser.add_argument("--layers", nargs="+", choices=peers.LAYERS, default=list(peers.LAYERS))
     parser.add_argument("--ep", type=int, default=1, help="processes that share the experts, of one thread each")
+    parser.add_argument(
+        "--exchange", choices=("shared", "gloo"), default="shared", help="way of moeflow's rows with --ep"
+    )
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2, help="with --ep 1")
     parser.add_argument("--seq", type=int, default=512, help="tokens of one of the 8 sequences")
@@ -91,7 +94,7 @@ def measure(options: argparse.Namespace, name: str, kind: str, num_experts: int)
                 [
                     *(sys.executable, __file__, "--child", what, "--layers", name, "--kinds", kind),
                     *("--experts", str(num_experts), "--ep", str(options.ep), "--pairs", str(options.pairs)),
-                    *("--seq", str(options.seq)),
+                    *("--seq", str(options.seq), "--exchange", options.exchange),
                 ],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -132,6 +135,7 @@ def child(options: argparse.Namespace) -> None:
     if options.ep > 1:
         torch.distributed.init_process_group("gloo")
     sizes = peers.Sizes(options.experts[0], options.kinds[0], options.ep, batch=8 // options.ep, seq=options.seq)
+    sizes.shared_memory = options.exchange == "shared"
     try:
         if options.child == "memory":
             peers.LAYERS[options.layers[0]](

@@ -76,7 +76,7 @@ def _grouped_mlp(
     if not _one_expert_at_a_time(rows_RD):
         return _layer_at_a_time(rows_RD, tokens_per_expert_E, w_in, b_in, w_out_EOF, b_out_EO, activation)
     num_rows, hidden = rows_RD.shape[0], w_in.shape[1:-1]
-    out_RO = pool.empty((num_rows, w_out_EOF.shape[1]), rows_RD)
+    out_RO = pool.empty_rows((num_rows, w_out_EOF.shape[1]), rows_RD)
     pre = pool.empty((num_rows, *hidden), rows_RD)
     segments = _segments(tokens_per_expert_E, num_rows)
     in_place = act.keeps_output(activation)
@@ -141,7 +141,7 @@ def _grouped_mlp_backward(
         return _layer_at_a_time_backward(
             grad_RO, rows_RD, pre, tokens_per_expert_E, w_in, w_out_EOF, activation, has_b_in, has_b_out
         )
-    grad_rows_RD = pool.empty(rows_RD.shape, rows_RD)
+    grad_rows_RD = pool.empty_rows(rows_RD.shape, rows_RD)
     grad_w_in, grad_w_out = pool.empty(w_in.shape, w_in), pool.empty(w_out_EOF.shape, w_out_EOF)
     grad_b_in = rows_RD.new_zeros(w_in.shape[:-1] if has_b_in else 0)
     grad_b_out = rows_RD.new_zeros(w_out_EOF.shape[:2] if has_b_out else 0)

@@ -103,7 +103,7 @@ def _rows_of_tokens(x_TD: Tensor, top_k: int, slot_of_row_R: Tensor, padded: boo
     if x_TD.shape[0] == 0:
         return x_TD.new_zeros(slot_of_row_R.shape[0], x_TD.shape[1])
     if not padded:
-        rows_RD = pool.empty((slot_of_row_R.shape[0], x_TD.shape[1]), x_TD)
+        rows_RD = pool.empty_rows((slot_of_row_R.shape[0], x_TD.shape[1]), x_TD)
         return torch.index_select(x_TD, 0, slot_of_row_R // top_k, out=rows_RD)
     rows_RD = x_TD.index_select(0, slot_of_row_R.clamp(min=0) // top_k)
     return rows_RD.masked_fill_((slot_of_row_R < 0)[:, None], 0)
@@ -196,7 +196,7 @@ def _combine_backward_in_pieces(
     slots_R = slot_of_row_R.to(torch.int64)
     tokens_R = slots_R // weights_TK.shape[1]
     weights_R1 = weights_TK.reshape(-1).to(rows_RD.dtype).index_select(0, slots_R)[:, None]
-    grad_rows_RD, dot_R = pool.empty(rows_RD.shape, rows_RD), rows_RD.new_empty(num_rows)
+    grad_rows_RD, dot_R = pool.empty_rows(rows_RD.shape, rows_RD), rows_RD.new_empty(num_rows)
     piece = max(1, _PIECE_BYTES // (width * rows_RD.element_size()))
     product = rows_RD.new_empty(min(piece, num_rows), width)
     for lo in range(0, num_rows, piece):

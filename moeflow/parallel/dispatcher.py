@@ -34,7 +34,8 @@ class _Way:
         send: rows sent to each ep rank.
         receive: rows received from each ep rank.
         arrived_WL: rows of each local expert from each ep rank.
-        arrived: the same as numbers.
+        sent: rows sent to each local expert of each ep rank.
+        arrived: `arrived_WL` as numbers.
         gathered: rows of each etp rank; None without etp.
         merged_WL: rows of each local expert from each etp rank.
     """
@@ -42,6 +43,7 @@ class _Way:
     send: list[int]
     receive: list[int]
     arrived_WL: Tensor
+    sent: list[list[int]]
     arrived: list[list[int]]
     gathered: list[int] | None = None
     merged_WL: Tensor | None = None
@@ -53,15 +55,14 @@ class RankDispatcher:
     Args:
         topology: of this rank.
         sequence_parallel: whether the layer's input is this tp rank's part of the sequence already.
-        shared_memory: whether ranks of one machine may exchange rows through memory that they share (CPU only).
     """
 
-    def __init__(self, topology: Topology, sequence_parallel: bool = False, shared_memory: bool = True):
+    def __init__(self, topology: Topology, sequence_parallel: bool = False):
         self.ep, self.etp, self.tp = topology["ep"], topology["etp"], topology["tp"]
         self.token_ranks = self.tp.size
         self._share_out = self.tp.size > 1 and not sequence_parallel
         self._agreed = False
-        self._may_share = shared_memory
+        self._may_share = topology.shared_memory
         self._shared: SharedRows | None = None
 
     def split_tokens(self, x: Tensor) -> tuple[Tensor, float]:
@@ -75,19 +76,19 @@ class RankDispatcher:
         return regions.merge_tokens(y, num_tokens, self.tp) if self._share_out else y
 
     def dispatch(self, rows_RD: Tensor, tokens_per_expert_E: Tensor) -> tuple[Tensor, Tensor, _Way]:
+        # Rows leave ordered by expert, hence by destination; all-to-all brings them by source and then by expert.
+        sent_WL = tokens_per_expert_E.view(self.ep.size, -1)
         if not self._agreed:
             shape = {"experts": tokens_per_expert_E.numel(), "width": rows_RD.shape[1], "dtype": str(rows_RD.dtype)}
             collectives.agree("the shape of an MoE layer", shape, self.ep)
             self._agreed = True
             if self._may_share and rows_RD.device.type == "cpu":
-                self._shared = SharedRows.of(self.ep)
-        # Rows leave ordered by expert, hence by destination; they arrive ordered by source and, from each, by expert.
-        sent_WL = tokens_per_expert_E.view(self.ep.size, -1)
+                self._shared = SharedRows.of(self.ep, sent_WL.shape[1])
         received_WL = collectives.exchange_counts(sent_WL, self.ep)
         # One copy to the host for all: the sizes have to be known there.
         sent, arrived = torch.stack([sent_WL, received_WL]).tolist()
         send, receive = [sum(row) for row in sent], [sum(row) for row in arrived]
-        way = _Way(send, receive, received_WL, arrived)
+        way = _Way(send, receive, received_WL, sent, arrived)
         rows_RD = self._to_experts(rows_RD, way)
         counts_L = received_WL.sum(0)
         if self.etp.size == 1:
@@ -134,10 +135,12 @@ class _Shared(torch.autograd.Function):
 
 
 def _through_memory(rows_RD: Tensor, way: _Way, shared: SharedRows, back: bool) -> Tensor:
-    here = [[block] for block in _blocks(way.send)]
-    # Where the experts are, rows stand by expert and then by source; for each source, its blocks by expert.
-    by_expert = _blocks([row[e] for e in range(len(way.arrived[0])) for row in way.arrived])
-    there = [by_expert[source :: len(way.arrived)] for source in range(len(way.arrived))]
+    ranks, local = len(way.arrived), len(way.arrived[0])
+    # At the source rows stand by rank and then by expert; at their experts, by expert and then by source.
+    by_rank = _blocks([count for row in way.sent for count in row])
+    here = [by_rank[rank * local : (rank + 1) * local] for rank in range(ranks)]
+    by_expert = _blocks([row[expert] for expert in range(local) for row in way.arrived])
+    there = [by_expert[rank::ranks] for rank in range(ranks)]
     outgoing, incoming, num_rows = (there, here, sum(way.send)) if back else (here, there, sum(way.receive))
     out_RD = pool.empty((num_rows, *rows_RD.shape[1:]), rows_RD)
     return shared.exchange(rows_RD.contiguous(), outgoing, out_RD, incoming)

@@ -56,12 +56,14 @@ class Topology:
     """A layout seen from one rank, with its process groups.
 
     `groups` holds a `Group` for every axis of pp, dp, tp, edp, ep, etp, and for "stage" (all ranks of this pipeline
-    stage), "ends" (the first and the last stage's ranks of this pp group) and "world".
+    stage), "ends" (the first and the last stage's ranks of this pp group) and "world".  `shared_memory` is whether CPU
+    ranks of one machine may exchange rows through memory that they share.
     """
 
     layout: Layout
     rank: int
     groups: dict[str, Group] = field(default_factory=dict)
+    shared_memory: bool = True
 
     @classmethod
     def alone(cls) -> Topology:
@@ -105,7 +107,7 @@ class Topology:
                 made[ranks] = _new_group(name, ranks, timeout_s)
             process_group = made[ranks] if len(ranks) > 1 else None
             groups[name] = Group(name, ranks, ranks.index(rank), process_group)
-        return cls(layout, rank, groups)
+        return cls(layout, rank, groups, config.shared_memory)
 
     def __getitem__(self, name: str) -> Group:
         return self.groups[name]

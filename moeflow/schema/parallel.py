@@ -26,6 +26,9 @@ class ParallelConfig:
     pp_virtual: int = option(2, "stages of each rank with pp_schedule=interleaved", minimum=2)
     pp_split: Optional[List[int]] = option(None, "layers of each stage; null cuts by cost")
     engine: str = option("ddp", "who owns gradients and optimizer state", choices=("ddp",))
+    shared_memory: bool = option(
+        True, "let CPU ranks of one machine exchange rows through memory that they share, instead of over gloo"
+    )
     expert_dp_comm: str = option(
         "dp",
         "over which ranks expert gradients are reduced: the edp group, every rank of the stage, or none",
