@@ -26,7 +26,7 @@ logger = logging.get_logger(__name__)
 #: Keys that may differ from the run's: where, on what and on which samples the checkpoint is evaluated.
 _FREE = (
     *("data.root", "data.path", "data.source", "data.on_missing", "data.download", "data.num_workers"),
-    *("data.eval_", "data.batch_size", "data.channels_last", "parallel.", "launch.", "precision.", "ops."),
+    *("data.eval_", "data.batch_size", "data.channels_last", "parallel.", "balance.", "launch.", "precision.", "ops."),
     *("trainer.eval_", "trainer.compile", "gate.eval_capacity_factor"),
 )
 

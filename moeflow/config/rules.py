@@ -122,6 +122,7 @@ def check_rules(config: RunConfig, world: int | None = None) -> Iterator[Problem
     processes = config.launch.processes if world is None else world
     yield from _check_layout(config, processes, fixed=world is not None)
     yield from _check_experts(config)
+    yield from _check_balance(config)
 
 
 def _check_layout(config: RunConfig, world: int, fixed: bool) -> Iterator[Problem]:
@@ -185,6 +186,35 @@ def _check_experts(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             f"gate.top_k={config.gate.top_k} is more than model.num_experts={experts}.",
             f"gate.top_k={experts} or model.num_experts={config.gate.top_k}",
+        )
+
+
+def _check_balance(config: RunConfig) -> Iterator[Problem]:
+    balance, experts = config.balance, config.model.num_experts
+    fixed = balance.fixed_shadows
+    if fixed is not None and not balance.shadow:
+        yield Problem(
+            f"balance.fixed_shadows={show(fixed)} is without effect: nothing is shadowed.",
+            "balance.shadow=true, or balance.fixed_shadows=null",
+        )
+    if not balance.active or experts < 1:
+        return
+    if config.parallel.ep == 1:
+        yield Problem(
+            "balance spreads load over the ranks of an expert-parallel group, and parallel.ep=1 has one rank alone.",
+            f"parallel.ep={_either(_divisors(experts)[1:]) or 2}, or balance=none",
+        )
+    if config.gate.name == "soft":
+        yield Problem("gate=soft gives all experts equally many rows: there is nothing to balance.", "balance=none")
+    if balance.placement and config.gate.name == "topology":
+        yield Problem(
+            "gate=topology chooses experts by where they are, so balance.placement=true would change what is learned.",
+            "balance.placement=false, or another gate",
+        )
+    if outside := [expert for expert in fixed or () if expert >= experts]:
+        yield Problem(
+            f"balance.fixed_shadows={show(fixed)}: {outside[0]} is no expert, model.num_experts={experts}.",
+            f"numbers from 0 to {experts - 1}",
         )
 
 

@@ -105,7 +105,7 @@ class Pool:
         block = self._lent.get(tensor.untyped_storage().data_ptr())
         if block is None or block.descriptor is None:
             return None
-        return block.serial, block.descriptor, tensor.storage_offset() * tensor.element_size()
+        return block.serial, block.descriptor, int(tensor.storage_offset()) * tensor.element_size()
 
     def idle(self) -> int:
         """Bytes that wait for the next request."""

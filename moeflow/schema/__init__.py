@@ -6,6 +6,7 @@ metadata of a field).  They import neither torch nor Hydra, so the planner and t
     RunConfig -> run, model, gate, parallel, data, optim, schedule, precision, trainer, checkpoint, tracker, launch, ops
 """
 
+from moeflow.schema.balance import BalanceConfig
 from moeflow.schema.data import DATASETS, CifarData, DataConfig, TextData
 from moeflow.schema.gate import (
     GATES,
@@ -32,6 +33,7 @@ __all__ = [
     "DATASETS",
     "GATES",
     "MODELS",
+    "BalanceConfig",
     "CheckpointConfig",
     "CifarData",
     "ConvNetConfig",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import List, Optional
 
+from moeflow.schema.balance import BalanceConfig
 from moeflow.schema.data import DataConfig
 from moeflow.schema.fields import option
 from moeflow.schema.gate import GateConfig
@@ -91,6 +92,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import nn
@@ -21,14 +22,27 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim > 1 and name.rpartition(".")[2] not in _BIASES
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
-    """Build the optimizer of this rank's parameters."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, split: Callable[[str, nn.Parameter], Hashable] = lambda name, parameter: None
+) -> Optimizer:
+    """Build the optimizer of this rank's parameters.
+
+    Args:
+        model: this rank's part.
+        config: kind and settings.
+        split: parameters for which it gives different values go to groups of their own.
+    """
+    kinds: dict[tuple[bool, Hashable], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kinds.setdefault((decays(name, parameter), split(name, parameter)), []).append(parameter)
+    # Those that decay first.
     groups = [
-        {"params": [p for name, p in named if decays(name, p)], "weight_decay": config.weight_decay},
-        {"params": [p for name, p in named if not decays(name, p)], "weight_decay": 0.0},
+        {"params": parameters, "weight_decay": config.weight_decay if decaying else 0.0}
+        for decaying in (True, False)
+        for kind, parameters in kinds.items()
+        if kind[0] is decaying
     ]
-    groups = [group for group in groups if group["params"]]
     if config.name == "adamw":
         first, second = config.betas
         return torch.optim.AdamW(groups, lr=config.lr, betas=(first, second), eps=config.eps, fused=True)

@@ -8,15 +8,15 @@ meta      step, samples seen, metrics, layout
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from moeflow.errors import CheckpointError
 from moeflow.logging import get_logger
 from moeflow.parallel import state
+from moeflow.parallel.engines import Engine
 from moeflow.train.checkpoint import CheckpointStore, Keep
 from moeflow.train.session import Session
 from moeflow.train.shelf import resume_command
@@ -26,16 +26,15 @@ logger = get_logger(__name__)
 
 
 class Snapshot:
-    """Collects the state of a session and its optimizer, and restores it.
+    """Collects the state of a session and its engine, and restores it.
 
     Args:
         session: holds the model.
-        optimizer: torch's own optimizer (not a wrapper); None to read the parameters alone.
+        engine: holds the optimizer; None to read the parameters alone.
     """
 
-    def __init__(self, session: Session, optimizer: Optimizer | None = None):
-        self.session, self.optimizer = session, optimizer
-        self.placements = state.Placements(session.topology, session.part.sharding, session.part.full_shapes)
+    def __init__(self, session: Session, engine: Engine | None = None):
+        self.session, self.engine = session, engine
 
     def save(
         self, store: CheckpointStore, step: int, metrics: dict[str, float], keep: Keep, more: dict[str, Any]
@@ -55,10 +54,11 @@ class Snapshot:
             "fingerprint": self.session.data.fingerprint,
             **more,
         }
-        if self.optimizer is not None and not self.optimizer.state:
+        assert self.engine is not None
+        if not self.engine.optimizer.state:
             meta[WEIGHTS_ONLY] = True  # every step so far was left out
         wait = not config.checkpoint.background
-        store.save(step, self._tensors(), _random_state(), meta, wait=wait, keep=keep)
+        store.save(step, self.engine.tensors(), _random_state(), meta, wait=wait, keep=keep)
 
     def load(self, store: CheckpointStore, step: int, other_data: bool = False) -> dict[str, Any]:
         """Read a checkpoint into the model, the optimizer and the random generators; collective.
@@ -78,13 +78,10 @@ class Snapshot:
         meta = store.read_meta(step)
         if not other_data:
             self._check_data(store, step, meta)
-        assert self.optimizer is not None
+        assert self.engine is not None
         if meta.get(WEIGHTS_ONLY):
             logger.info("the checkpoint holds parameters alone: the optimizer starts anew")
-            store.load(step, state.model_tensors(self.session.model, self.placements), verify=False)
-        else:
-            state.allocate_optimizer_state(self.optimizer)
-            store.load(step, self._tensors(), verify=False)
+        self.engine.load(partial(store.load, step, verify=False), optimizer=not meta.get(WEIGHTS_ONLY))
         if meta.get("layout") == self._layout():
             _set_random_state(store.load_local(step))
         else:
@@ -106,16 +103,10 @@ class Snapshot:
 
     def load_model(self, store: CheckpointStore, step: int) -> dict[str, Any]:
         """Read the parameters alone; collective."""
-        store.load(step, state.model_tensors(self.session.model, self.placements), strict=False)
+        part = self.session.part
+        placements = state.Placements(self.session.topology, part.sharding, part.full_shapes)
+        store.load(step, state.model_tensors(part.model, placements), strict=False)
         return store.read_meta(step)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        model = self.session.model
-        assert self.optimizer is not None
-        return {
-            **state.model_tensors(model, self.placements),
-            **state.optimizer_tensors(model, self.optimizer, self.placements),
-        }
 
     def _layout(self) -> dict[str, int]:
         layout = self.session.topology.layout

@@ -5,17 +5,16 @@ Both leave the same gradients: those of the mean loss over the rank's samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from moeflow.parallel import collectives
+from moeflow.parallel.engines import Engine
 from moeflow.parallel.pipeline import Pipeline
-from moeflow.parallel.prepare import loss_scale
 from moeflow.train.session import Session, pipeline_microbatches, set_aux_loss_scale
 
 Batch = dict[str, Tensor]
@@ -28,12 +27,14 @@ class StepOutput:
     Attributes:
         loss: mean over this rank's samples; 0-dim, zero where another stage has it.
         norm: global gradient norm before clipping.
+        taken: whether the optimizer's step was taken.
         outputs: (logits, batch) of each micro-batch; empty where there are none.
         batches: of this rank.
     """
 
     loss: Tensor
     norm: Tensor
+    taken: bool = True
     outputs: list[tuple[Tensor, Batch]] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
 
@@ -41,8 +42,8 @@ class StepOutput:
 class Stepper(Protocol):
     """Runs steps and forward passes."""
 
-    def step(self, batches: Iterator[Batch], finish: Callable[[], Tensor]) -> StepOutput:
-        """Forward, backward and the optimizer's step; `finish` reduces and clips the gradients and returns the norm."""
+    def step(self, batches: Iterator[Batch]) -> StepOutput:
+        """Forward, backward and the engine's step."""
         ...
 
     def logits(self, inputs: Tensor) -> Tensor | None:
@@ -51,29 +52,27 @@ class Stepper(Protocol):
 
 
 class PlainStepper:
-    """All layers are here: micro-batches one after another, accumulated by Accelerate."""
+    """All layers are here: micro-batches one after another."""
 
-    def __init__(self, session: Session, optimizer: Optimizer | None = None):
-        self.session, self.optimizer = session, optimizer
+    def __init__(self, session: Session, engine: Engine | None = None):
+        self.session, self.engine = session, engine
 
-    def step(self, batches: Iterator[Batch], finish: Callable[[], Tensor]) -> StepOutput:
-        accelerator, model, task = self.session.accelerator, self.session.model, self.session.task
-        assert self.optimizer is not None
-        set_aux_loss_scale(model, loss_scale(accelerator))
+    def step(self, batches: Iterator[Batch]) -> StepOutput:
+        engine, task = self.engine, self.session.task
+        assert engine is not None
+        set_aux_loss_scale(self.session.model, engine.loss_scale())
         losses, result = [], StepOutput(torch.zeros(()), torch.zeros(()))
-        for _ in range(accelerator.gradient_accumulation_steps):
+        accumulated = self.session.config.trainer.grad_accum
+        for number in range(accumulated):
             batch = next(batches)
-            with accelerator.accumulate(model):
-                logits = model(batch["inputs"])
+            with engine.micro_batch(last=number == accumulated - 1):
+                logits = engine.model(batch["inputs"])
                 loss = task.loss(logits, batch)
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    result.norm = finish()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                engine.backward(loss)
             losses.append(loss.detach())
             result.outputs.append((logits.detach(), batch))
             result.batches.append(batch)
+        result.norm, result.taken = engine.step()
         result.loss = torch.stack(losses).mean()
         return result
 
@@ -84,8 +83,8 @@ class PlainStepper:
 class PipelineStepper:
     """The layers are spread over the pp group: all micro-batches of a step go through one run of the schedule."""
 
-    def __init__(self, session: Session, optimizer: Optimizer | None = None):
-        self.session, self.optimizer = session, optimizer
+    def __init__(self, session: Session, engine: Engine | None = None):
+        self.session, self.engine = session, engine
         config = session.config
         self.accumulated = config.trainer.grad_accum
         self.num_microbatches = self.accumulated * pipeline_microbatches(config)
@@ -102,33 +101,32 @@ class PipelineStepper:
         )
 
     def _scale(self) -> float:
-        return loss_scale(self.session.accelerator) / self.num_microbatches
+        assert self.engine is not None
+        return self.engine.loss_scale() / self.num_microbatches
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return self.session.task.loss(logits, {"targets": targets}) * self._scale()
 
-    def step(self, batches: Iterator[Batch], finish: Callable[[], Tensor]) -> StepOutput:
-        assert self.optimizer is not None
-        accelerator = self.session.accelerator
+    def step(self, batches: Iterator[Batch]) -> StepOutput:
+        assert self.engine is not None
         own = [next(batches) for _ in range(self.accumulated)]
-        set_aux_loss_scale(self.session.model, self._scale())
-        with accelerator.accumulate(self.session.model):
+        scale = self._scale()
+        set_aux_loss_scale(self.session.model, scale)
+        with self.engine.micro_batch(last=True):
             losses = self.pipeline.train(
                 torch.cat([batch["inputs"] for batch in own]), torch.cat([batch["targets"] for batch in own])
             )
-            norm = finish()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        loss = torch.stack(losses).sum() / (self._scale() * self.num_microbatches) if losses else torch.zeros(())
-        return StepOutput(loss.detach(), norm, [], own)
+        norm, taken = self.engine.step()
+        loss = torch.stack(losses).sum() / (scale * self.num_microbatches) if losses else torch.zeros(())
+        return StepOutput(loss.detach(), norm, taken, [], own)
 
     def logits(self, inputs: Tensor) -> Tensor | None:
         return self.pipeline.forward(inputs)
 
 
-def make_stepper(session: Session, optimizer: Optimizer | None = None) -> Stepper:
-    """The stepper of this layout; without an optimizer it serves evaluation alone."""
-    return PipelineStepper(session, optimizer) if session.stages else PlainStepper(session, optimizer)
+def make_stepper(session: Session, engine: Engine | None = None) -> Stepper:
+    """The stepper of this layout; without an engine it serves evaluation alone."""
+    return PipelineStepper(session, engine) if session.stages else PlainStepper(session, engine)
 
 
 def batch_means(session: Session, sums: dict[str, Tensor]) -> dict[str, float]:

@@ -6,21 +6,21 @@ rate, the samples and their augmentation, the random generators.  So a resumed r
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from moeflow.data.loader import train_batches
 from moeflow.moe.gates import after_step
 from moeflow.parallel import collectives
-from moeflow.parallel.gradients import Gradients
+from moeflow.parallel.engines import make_engine
+from moeflow.parallel.engines.base import Split
 from moeflow.parallel.parallelize import moe_layers
-from moeflow.parallel.prepare import prepare, share_overflow
 from moeflow.schema import RunConfig
 from moeflow.train import snapshot
 from moeflow.train.bad_steps import BadSteps, spread_to_gradients
@@ -38,6 +38,10 @@ from moeflow.train.step import StepOutput, batch_means, make_stepper, metric_sum
 OWES_EVALUATION = "owes_evaluation"
 
 
+def _build_optimizer(config: RunConfig, model: nn.Module, split: Split) -> Optimizer:
+    return build_optimizer(model, config.optim, split)
+
+
 class Trainer:
     """Trains the model of a session.
 
@@ -52,17 +56,14 @@ class Trainer:
         self.config: RunConfig = session.config
         self.accelerator, self.topology = session.accelerator, session.topology
         self.step = 0
-        self.gradients = Gradients(
-            session.model, self.topology, session.part.sharding, self.config.parallel.expert_dp_comm
+        self.engine = make_engine(
+            self.config, self.accelerator, self.topology, session.part, partial(_build_optimizer, self.config)
         )
-        raw_optimizer = build_optimizer(session.model, self.config.optim)
-        self.model, self.optimizer = prepare(self.accelerator, session.model, raw_optimizer)
-        self.stepper = make_stepper(session, self.optimizer)
-        self.snapshot = snapshot.Snapshot(session, raw_optimizer)
+        self.stepper = make_stepper(session, self.engine)
+        self.snapshot = snapshot.Snapshot(session, self.engine)
         self.bad_steps = BadSteps(store.folder.parent, self.config.trainer.skip_bad_steps, self.topology.is_main)
         spread_to_gradients(session.task)
         self.last_eval: dict[str, float] = {}
-        self._bad = False
         self._owes_evaluation = False
         self._saved_step: int | None = None
         self.stopped_by: int | None = None
@@ -112,7 +113,7 @@ class Trainer:
         trainer = self.config.trainer
         last = trainer.max_steps if trainer.stop_at is None else min(trainer.stop_at, trainer.max_steps)
         batches = self._batches()
-        self.model.train()
+        self.session.model.train()
         reporter.start()
         self.stop.begin()
         if self._owes_evaluation and self._evaluate(reporter):
@@ -160,10 +161,9 @@ class Trainer:
 
     def _train_step(self, batches: Iterator[dict[str, Tensor]]) -> StepOutput:
         """One optimizer step over all micro-batches."""
-        set_learning_rate(self.optimizer, self._learning_rate())
-        self._bad = False
-        output = self.stepper.step(batches, self._finish_gradients)
-        if self._bad:
+        set_learning_rate(self.engine.optimizer, self._learning_rate())
+        output = self.stepper.step(batches)
+        if not output.taken:
             self._leave_out(output)
             return output
         self.bad_steps.good()
@@ -189,21 +189,6 @@ class Trainer:
 
     def _learning_rate(self) -> float:
         return learning_rate(self.step, self.config.optim.lr, self.config.schedule, self.config.trainer.max_steps)
-
-    def _finish_gradients(self) -> Tensor:
-        """Reduce over the ranks, measure, clip; returns the norm before clipping."""
-        self.accelerator.unscale_gradients(self.optimizer)
-        self.gradients.reduce()
-        norm = self.gradients.norm()
-        share_overflow(self.accelerator, self.optimizer, norm)
-        if self.accelerator.scaler is None and not math.isfinite(norm.item()):
-            self._bad = True
-            # Optimizers pass over parameters without a gradient: their counters and moments stay too.
-            self.optimizer.zero_grad(set_to_none=True)
-            return norm
-        if self.config.optim.clip_norm is not None:
-            self.gradients.clip(self.config.optim.clip_norm, norm)
-        return norm
 
     def _gentler(self) -> str:
         """What to do about a loss or gradients that blew up."""

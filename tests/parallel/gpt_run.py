@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from moeflow.data.loader import train_batches
-from moeflow.parallel.gradients import Gradients
-from moeflow.parallel.prepare import leave, prepare
-from moeflow.parallel.state import Placements, model_tensors
+from moeflow.parallel.engines import make_engine
+from moeflow.parallel.prepare import leave
 from moeflow.schema import (
     GPTConfig,
     LaunchConfig,
@@ -52,16 +51,10 @@ def train(parallel: dict, steps: int = STEPS, **more) -> tuple[list[float], list
     config = config_of(parallel, **more)
     accelerator, topology = join(config)
     session = open_session(config, accelerator, topology)
-    gradients = Gradients(session.model, topology, session.part.sharding)
-    _, optimizer = prepare(accelerator, session.model, build_optimizer(session.model, config.optim))
-    stepper = make_stepper(session, optimizer)
-
-    def finish() -> torch.Tensor:
-        gradients.reduce()
-        norm = gradients.norm()
-        gradients.clip(config.optim.clip_norm, norm)
-        return norm
-
+    engine = make_engine(
+        config, accelerator, topology, session.part, lambda model, split: build_optimizer(model, config.optim, split)
+    )
+    stepper = make_stepper(session, engine)
     batches = train_batches(
         session.data.train,
         micro_batch=session.micro_batch,
@@ -73,15 +66,15 @@ def train(parallel: dict, steps: int = STEPS, **more) -> tuple[list[float], list
     )
     losses, norms = [], []
     for _ in range(steps):
-        output = stepper.step(batches, finish)
+        output = stepper.step(batches)
         here = not session.stages or session.stages[-1].last
         sums = {"loss": torch.stack([output.loss, torch.ones(())])} if here else {}
         losses.append(batch_means(session, sums)["loss"])
         norms.append(output.norm.item())
-    placements = Placements(topology, session.part.sharding, session.part.full_shapes)
     whole = {
         name: t.full_tensor() if hasattr(t, "full_tensor") else t.clone()
-        for name, t in model_tensors(session.model, placements).items()
+        for name, t in engine.tensors().items()
+        if name.startswith("model/")
     }
     leave()
     return losses, norms, whole
