@@ -21,6 +21,7 @@ from moeflow.moe.gates import Gate, GateOutput, SoftOutput, TokenContext, build_
 from moeflow.moe.module_experts import Factory, experts_from
 from moeflow.moe.stats import MoEStats
 from moeflow.moe.tree import Tree, leaves, tree_map
+from moeflow.ops.phases import phase
 from moeflow.schema.gate import GateConfig
 
 GateHook = Callable[[GateOutput], GateOutput | None]
@@ -126,12 +127,14 @@ class MoELayer(nn.Module):
                 "parallel.tp=1",
             )
         x_TD = tree_map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), x)
-        out = self.gate(leaves(x_TD)[0], context)
-        if self.gate_hook is not None:
-            out = self.gate_hook(out) or out
+        with phase("gate"):
+            out = self.gate(leaves(x_TD)[0], context)
+            if self.gate_hook is not None:
+                out = self.gate_hook(out) or out
         y_TO = self._through_experts(x_TD, out, context)
         if self.shared is not None:
-            y_TO = self.shared(x_TD, y_TO)
+            with phase("shared experts"):
+                y_TO = self.shared(x_TD, y_TO)
         if mask_T is not None:
             y_TO = tree_map(lambda leaf: self._fill_masked(leaf, mask_T), y_TO)
         if out.losses:
@@ -170,23 +173,31 @@ class MoELayer(nn.Module):
         if isinstance(out, SoftOutput):
             return self._through_slots(x_TD, out)
         ids_TK, capacity = out.ids_TK, self.gate.capacity(out.ids_TK.shape[0])
-        if capacity is not None and not self.gate.limits_itself:
-            policy = self.gate.config.drop_policy
-            ids_TK = ops.limit_by_capacity(ids_TK, self.num_experts, capacity, policy, out.weights_TK)
-        self._record(out, ids_TK, context)
-        plan = self._plan(ids_TK, capacity, context)
-        weights_TK = self.gate.reweigh(out.weights_TK, ids_TK)
-        rows_RD = tree_map(lambda leaf: ops.dispatch(leaf, plan), x_TD)
-        rows_RO = self.dispatcher.run(self.experts, rows_RD, plan.tokens_per_expert_E)
-        return tree_map(lambda leaf: ops.combine(leaf, plan, weights_TK), rows_RO)
+        with phase("plan"):
+            if capacity is not None and not self.gate.limits_itself:
+                policy = self.gate.config.drop_policy
+                ids_TK = ops.limit_by_capacity(ids_TK, self.num_experts, capacity, policy, out.weights_TK)
+            self._record(out, ids_TK, context)
+            plan = self._plan(ids_TK, capacity, context)
+            weights_TK = self.gate.reweigh(out.weights_TK, ids_TK)
+        with phase("dispatch"):
+            rows_RD = tree_map(lambda leaf: ops.dispatch(leaf, plan), x_TD)
+        with phase("all-to-all"):  # all of it but the experts themselves
+            rows_RO = self.dispatcher.run(self.experts, rows_RD, plan.tokens_per_expert_E)
+        with phase("combine"):
+            return tree_map(lambda leaf: ops.combine(leaf, plan, weights_TK), rows_RO)
 
     def _through_slots(self, x_TD: Tree, out: SoftOutput) -> Tree:
-        rows_RD = tree_map(out.rows, x_TD)
+        with phase("dispatch"):
+            rows_RD = tree_map(out.rows, x_TD)
         per_expert = leaves(rows_RD)[0].shape[0] // self.num_experts
         device = out.dispatch_BSM.device
         counts_E = torch.full((self.num_experts,), per_expert, dtype=torch.int64, device=device)
         self.last_stats = MoEStats(counts_E, torch.zeros((), dtype=torch.int64, device=device))
-        return tree_map(out.merge, self.dispatcher.run(self.experts, rows_RD, counts_E))
+        with phase("all-to-all"):
+            rows_RO = self.dispatcher.run(self.experts, rows_RD, counts_E)
+        with phase("combine"):
+            return tree_map(out.merge, rows_RO)
 
     # --- after the experts -------------------------------------------------------------------------------------------
 

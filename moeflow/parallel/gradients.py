@@ -19,6 +19,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from moeflow.ops.phases import in_phase
 from moeflow.parallel import collectives
 from moeflow.parallel.sharding import ParameterSharding, Sharding
 from moeflow.parallel.topology import Group, Topology
@@ -87,6 +88,7 @@ class Gradients:
         squares = collectives.all_reduce(squares, self.topology["pp"])
         return squares.sqrt().float()
 
+    @in_phase("optimizer")
     @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale all gradients by min(1, max_norm / norm): one coefficient on every rank."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeflow.ops.phases import in_phase
 from moeflow.parallel import collectives
 from moeflow.parallel.topology import Group
 
@@ -86,21 +87,25 @@ class _Merge(torch.autograd.Function):
         return _part(grad, ctx.group), None, None
 
 
+@in_phase("tensor parallel")
 def enter(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
     """Bring x [..., S, D] into a region."""
     return (_GatherSequence if sequence_parallel else _Enter).apply(x, group)
 
 
+@in_phase("tensor parallel")
 def leave(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
     """Bring each rank's part of the sum x [..., S, D] out of a region."""
     return (_ScatterSequence if sequence_parallel else _Leave).apply(x, group)
 
 
+@in_phase("tensor parallel")
 def split_tokens(x: Tensor, group: Group) -> Tensor:
     """This rank's part, along the last but one dimension, of a tensor that all ranks hold alike."""
     return _Split.apply(x, group)
 
 
+@in_phase("tensor parallel")
 def merge_tokens(x: Tensor, length: int, group: Group) -> Tensor:
     """All ranks' parts, on every rank; `length` is the whole size of the last but one dimension."""
     return _Merge.apply(x, length, group)

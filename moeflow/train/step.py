@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moeflow.ops.phases import phase
 from moeflow.parallel import collectives
 from moeflow.parallel.engines import Engine
 from moeflow.parallel.pipeline import Pipeline
@@ -64,7 +65,8 @@ class PlainStepper:
         losses, result = [], StepOutput(torch.zeros(()), torch.zeros(()))
         accumulated = self.session.config.trainer.grad_accum
         for number in range(accumulated):
-            batch = next(batches)
+            with phase("data"):
+                batch = next(batches)
             with engine.micro_batch(last=number == accumulated - 1):
                 logits = engine.model(batch["inputs"])
                 loss = task.loss(logits, batch)
@@ -72,7 +74,8 @@ class PlainStepper:
             losses.append(loss.detach())
             result.outputs.append((logits.detach(), batch))
             result.batches.append(batch)
-        result.norm, result.taken = engine.step()
+        with phase("gradient sync"):  # all of it but the optimizer, which torch marks itself
+            result.norm, result.taken = engine.step()
         result.loss = torch.stack(losses).mean()
         return result
 
@@ -109,14 +112,16 @@ class PipelineStepper:
 
     def step(self, batches: Iterator[Batch]) -> StepOutput:
         assert self.engine is not None
-        own = [next(batches) for _ in range(self.accumulated)]
+        with phase("data"):
+            own = [next(batches) for _ in range(self.accumulated)]
         scale = self._scale()
         set_aux_loss_scale(self.session.model, scale)
         with self.engine.micro_batch(last=True):
             losses = self.pipeline.train(
                 torch.cat([batch["inputs"] for batch in own]), torch.cat([batch["targets"] for batch in own])
             )
-        norm, taken = self.engine.step()
+        with phase("gradient sync"):
+            norm, taken = self.engine.step()
         loss = torch.stack(losses).sum() / (scale * self.num_microbatches) if losses else torch.zeros(())
         return StepOutput(loss.detach(), norm, taken, [], own)
 
