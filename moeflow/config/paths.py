@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 from moeflow.config.build import get_key
 from moeflow.config.keys import POLYMORPHIC, iter_keys
 from moeflow.schema import RunConfig
+from moeflow.schema.engines import read_ds_config
 
 
 def absolute_paths(config: RunConfig, folder: str | os.PathLike[str] | None = None) -> RunConfig:
-    """Return a copy whose path keys are absolute.
+    """Return a copy whose path keys are absolute, and that holds the text of the files that it needs whole.
 
     Args:
         config: the configuration; keys marked `path` in the schema are relative to `folder`, those marked
@@ -33,4 +35,9 @@ def absolute_paths(config: RunConfig, folder: str | os.PathLike[str] | None = No
         section = get_key(result, section_name)
         if getattr(section, metadata.get("path_under", ""), None) is None:
             setattr(section, leaf, os.path.normpath(base / Path(value).expanduser()))
+    if result.parallel.ds_config is not None:
+        # A run needs nothing but its folder, and goes on with what it began with.
+        given = result.parallel.ds_config
+        named = given if given.lstrip().startswith("{") else os.fspath(base / Path(given).expanduser())
+        result.parallel.ds_config = json.dumps(read_ds_config(named))
     return result

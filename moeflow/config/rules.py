@@ -11,6 +11,7 @@ from moeflow.config.keys import POLYMORPHIC, FieldInfo, iter_keys
 from moeflow.config.problems import Problem, raise_any
 from moeflow.errors import did_you_mean
 from moeflow.schema import RunConfig
+from moeflow.schema.engines import engine_problems
 
 
 def validate(config: RunConfig, world: int | None = None) -> None:
@@ -122,6 +123,9 @@ def check_rules(config: RunConfig, world: int | None = None) -> Iterator[Problem
     processes = config.launch.processes if world is None else world
     yield from _check_layout(config, processes, fixed=world is not None)
     yield from _check_experts(config)
+    dense = parallel.pp * parallel.tp
+    for what, mend in engine_problems(config, processes // dense if processes % dense == 0 else None):
+        yield Problem(what, mend or None)
     yield from _check_balance(config)
 
 

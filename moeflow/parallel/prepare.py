@@ -74,8 +74,18 @@ def meeting(timeout_s: float) -> Iterator[None]:
 
 def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
     """Give the model its autocast and the optimizer its accumulation and gradient scaler."""
-    model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-    return model, accelerator.prepare_optimizer(optimizer, device_placement=False)
+    return prepare_forward(accelerator, model), accelerator.prepare_optimizer(optimizer, device_placement=False)
+
+
+def prepare_forward(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Give the model its autocast."""
+    return accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+
+
+def one_process_group() -> None:
+    """Make a process group of one, for libraries that cannot do without; nothing where there is a group already."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def leave() -> None:

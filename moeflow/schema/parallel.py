@@ -25,7 +25,13 @@ class ParallelConfig:
     )
     pp_virtual: int = option(2, "stages of each rank with pp_schedule=interleaved", minimum=2)
     pp_split: Optional[List[int]] = option(None, "layers of each stage; null cuts by cost")
-    engine: str = option("ddp", "who owns gradients and optimizer state", choices=("ddp",))
+    engine: str = option("ddp", "who owns gradients and optimizer state", choices=("ddp", "deepspeed", "fsdp"))
+    zero_stage: Optional[int] = option(
+        None, "ZeRO stage with engine=deepspeed (0, 1, 2); null takes that of ds_config, or 1", minimum=0, maximum=3
+    )
+    ds_config: Optional[str] = option(
+        None, "DeepSpeed configuration to merge with the recipe: a JSON file, or the JSON text"
+    )
     shared_memory: bool = option(
         True, "let CPU ranks of one machine exchange rows through memory that they share, instead of over gloo"
     )

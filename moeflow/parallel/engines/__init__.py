@@ -8,6 +8,7 @@ from moeflow.parallel.engines.base import Engine, OptimizerBuilder
 from moeflow.parallel.parallelize import Part
 from moeflow.parallel.topology import Topology
 from moeflow.schema import RunConfig
+from moeflow.schema.engines import zero_stage
 
 __all__ = ["Engine", "make_engine"]
 
@@ -27,6 +28,12 @@ def make_engine(
     Raises:
         ConfigError: the engine's library is not installed.
     """
+    arguments = (config, accelerator, topology, part, build)
+    if config.parallel.engine == "deepspeed":
+        from moeflow.parallel.engines.deepspeed import DeepSpeedPlain, DeepSpeedZero
+
+        return DeepSpeedZero(*arguments) if zero_stage(config) else DeepSpeedPlain(*arguments)
     from moeflow.parallel.engines.ddp import DataParallel
 
-    return DataParallel(config, accelerator, topology, part, build)
+    assert config.parallel.engine == "ddp", config.parallel.engine
+    return DataParallel(*arguments)
