@@ -23,6 +23,7 @@ FREE: dict[str, str] = {
     "trainer.eval_*": "evaluates at other steps, or on fewer batches",
     "trainer.skip_bad_steps": "ends after fewer or more steps that are not finite",
     "trainer.compile": "same model, compiled or not",
+    "trainer.profile_*": "other steps are profiled",
     "checkpoint.*": "other checkpoints are kept from now on",
     "tracker.*": "other trackers from now on",
     "launch.*": "other processes, devices, threads or time limits",

@@ -40,8 +40,8 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 def forward_flops(model: nn.Module, sample_inputs: Tensor) -> int:
     """FLOPs of the forward pass of `sample_inputs`, of matrix products and convolutions (2 a multiply-add).
 
-    An MoE layer counts its gate and top_k experts a token: what runs without a capacity, and the most that runs with
-    one.  Nothing is computed: a copy of the model is traced that has shapes only.
+    An MoE layer counts its gate, its shared experts and top_k others a token: what runs without a capacity, and the
+    most that runs with one.  Nothing is computed: a copy of the model is traced that has shapes only.
 
     Args:
         model: on any device, built as if it were alone.
@@ -71,7 +71,10 @@ class _ActivePath(nn.Module):
                 nn.functional.linear(x_TD.new_empty(len(x_TD), matrix.shape[1]), matrix)
         rows_RD = x_TD.repeat(layer.gate.config.top_k, 1)
         rows_RO = layer.experts(rows_RD, torch.empty(layer.num_experts, dtype=torch.int64))
-        return rows_RO[: len(x_TD)].reshape(*x.shape[:-1], layer.experts.d_out)
+        y_TO = rows_RO[: len(x_TD)]
+        if layer.shared is not None:
+            y_TO = layer.shared(x_TD, y_TO)
+        return y_TO.reshape(*x.shape[:-1], layer.experts.d_out)
 
 
 def _on_active_paths(module: nn.Module) -> nn.Module:

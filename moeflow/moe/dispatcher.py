@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from moeflow.moe.tree import Tree, leaves, tree_map
-from moeflow.ops.phases import phase
 
 if TYPE_CHECKING:
     from moeflow.moe.experts import Experts
@@ -60,8 +59,7 @@ def run_plain(dispatcher: Dispatcher, experts: Experts, rows_RD: Tree, tokens_pe
     sent = [dispatcher.dispatch(leaf, tokens_per_expert_E) for leaf in leaves(rows_RD)]
     arrived = iter(rows for rows, _, _ in sent)
     _, tokens_per_expert_L, state = sent[0]
-    with phase("experts"):
-        rows_RO = experts(tree_map(lambda _: next(arrived), rows_RD), tokens_per_expert_L)
+    rows_RO = experts(tree_map(lambda _: next(arrived), rows_RD), tokens_per_expert_L)
     return tree_map(lambda leaf: dispatcher.combine(leaf, state), rows_RO)
 
 
@@ -83,5 +81,4 @@ class LocalDispatcher:
         return rows_RD
 
     def run(self, experts: Experts, rows_RD: Tree, tokens_per_expert_E: Tensor) -> Tree:
-        with phase("experts"):
-            return experts(rows_RD, tokens_per_expert_E)
+        return experts(rows_RD, tokens_per_expert_E)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from moeflow import ops
 from moeflow.errors import ConfigError
 from moeflow.ops import activation as activations
+from moeflow.ops.phases import phase
 
 # Keys -> the generator that a parameter is drawn from.  The key of an expert is its number in the whole layer.
 Generators = Callable[..., torch.Generator | None]
@@ -45,6 +47,11 @@ class Experts(nn.Module):
         self.first_expert = 0
         self.num_local = num_experts
         self.d_out = d_out
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module, as a phase of its own in a profile: whatever dispatcher calls it."""
+        with phase("experts"):
+            return super().__call__(*args, **kwargs)
 
     def forward(self, rows_RD: Tensor, tokens_per_expert_L: Tensor) -> Tensor:
         """Map rows [R, D], ordered by local expert, to [R, O]; int64 [L] rows of each expert sum to R."""

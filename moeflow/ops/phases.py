@@ -22,9 +22,12 @@ R = TypeVar("R")
 #: What the names of ranges begin with in a trace.
 PREFIX = "moeflow/"
 
+#: What the rest of the network is called, its loss with it.
+REST = "rest of the model"
 #: Ranges of a step, in the order in which tables show them.
 PHASES = (
     "data",
+    REST,
     "gate",
     "plan",
     "dispatch",
@@ -38,15 +41,20 @@ PHASES = (
     "optimizer",
 )
 
+#: Surrounds the backward pass, whose operations belong to the phases of their forward passes.
+BACKWARD = "backward"
+#: The whole of a step.
+STEP = PREFIX + "step"
+
 _OFF = contextlib.nullcontext()
 _on = False
 
 
 def phase(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that marks what happens in it as a part of one of `PHASES`."""
+    """Return a context that marks what happens in it as a part of one of `PHASES`, or as `BACKWARD`."""
     if not _on or torch.compiler.is_compiling():
         return _OFF
-    assert name in PHASES, name
+    assert name in PHASES or name == BACKWARD, name
     return torch.profiler.record_function(PREFIX + name)
 
 

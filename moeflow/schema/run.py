@@ -47,6 +47,8 @@ class TrainerConfig:
         minimum=0,
     )
     compile: bool = option(False, "torch.compile the model")
+    profile_steps: int = option(0, "steps that are profiled, with a trace of each rank (0: none)", minimum=0)
+    profile_after: int = option(5, "steps of the process before the profiled ones", minimum=0)
 
 
 @dataclass(slots=True)

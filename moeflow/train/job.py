@@ -77,6 +77,7 @@ def _train(session: Session, store: CheckpointStore, run_dir: str | Path, resume
         sample = sample_at_end(session) if summary["status"] == "finished" else None
         reporter.end(summary, sample)
     finally:
+        trainer.profiler.close()
         reporter.close()
     return summary
 

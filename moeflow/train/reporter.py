@@ -86,6 +86,12 @@ class Reporter:
             self._log(row)
         self.terminal.update(step, row)
 
+    def aside(self, lines: list[str], seconds: float) -> None:
+        """Print lines that stay, such as the table of a profile; the time they took is not the training's."""
+        for line in lines:
+            self.terminal.event(line)
+        self._mark += seconds
+
     def evaluation(self, step: int, metrics: dict[str, float], seconds: float) -> None:
         """Log an evaluation."""
         self._log({"step": step, **metrics, "eval_s": seconds})

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moeflow.ops.phases import phase
+from moeflow.ops.phases import BACKWARD, REST, phase
 from moeflow.parallel import collectives
 from moeflow.parallel.engines import Engine
 from moeflow.parallel.pipeline import Pipeline
@@ -68,9 +68,11 @@ class PlainStepper:
             with phase("data"):
                 batch = next(batches)
             with engine.micro_batch(last=number == accumulated - 1):
-                logits = engine.model(batch["inputs"])
-                loss = task.loss(logits, batch)
-                engine.backward(loss)
+                with phase(REST):
+                    logits = engine.model(batch["inputs"])
+                    loss = task.loss(logits, batch)
+                with phase(BACKWARD):
+                    engine.backward(loss)
             losses.append(loss.detach())
             result.outputs.append((logits.detach(), batch))
             result.batches.append(batch)
@@ -116,7 +118,7 @@ class PipelineStepper:
             own = [next(batches) for _ in range(self.accumulated)]
         scale = self._scale()
         set_aux_loss_scale(self.session.model, scale)
-        with self.engine.micro_batch(last=True):
+        with self.engine.micro_batch(last=True), phase(REST):
             losses = self.pipeline.train(
                 torch.cat([batch["inputs"] for batch in own]), torch.cat([batch["targets"] for batch in own])
             )

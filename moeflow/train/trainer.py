@@ -28,6 +28,7 @@ from moeflow.train.checkpoint import CheckpointStore, Keep
 from moeflow.train.evaluate import evaluate_unless
 from moeflow.train.moe_metrics import moe_metrics
 from moeflow.train.optim import build_optimizer, learning_rate, set_learning_rate
+from moeflow.train.profiling import StepProfiler
 from moeflow.train.reporter import Reporter
 from moeflow.train.session import Session
 from moeflow.train.shelf import resume_command
@@ -61,6 +62,7 @@ class Trainer:
         )
         self.stepper = make_stepper(session, self.engine)
         self.snapshot = snapshot.Snapshot(session, self.engine)
+        self.profiler = StepProfiler(session, store.folder.parent / "traces")
         self.bad_steps = BadSteps(store.folder.parent, self.config.trainer.skip_bad_steps, self.topology.is_main)
         spread_to_gradients(session.task)
         self.last_eval: dict[str, float] = {}
@@ -121,12 +123,14 @@ class Trainer:
             self._save()
         while self.step < last:
             rate = self._learning_rate()
-            output = self._train_step(batches)
+            with self.profiler.step():
+                output = self._train_step(batches)
             self.step += 1
             # Not at a stop in between: a run in parts leaves the same rows as one in one go.
             logged = self._due(trainer.log_every) or self.step in (1, trainer.max_steps)
             units = sum(map(self.session.task.num_units, output.batches))
             reporter.progress(self.step, units, self._complete(rate, output) if logged else None)
+            reporter.aside(*self.profiler.report(self.step))
             stopping = self._asked_to_stop()
             if self._due(trainer.eval_every) or self.step == trainer.max_steps:
                 # Whoever wants the run to end may wait for a step, not for a whole evaluation: the next life does it.
@@ -139,6 +143,7 @@ class Trainer:
         done = self.last_eval.get("step") == self.step or self._owes_evaluation
         if self.step == trainer.max_steps and not done:
             self._evaluate(reporter)
+        reporter.aside(*self.profiler.report(self.step, ending=True))
         # What the summary calls saved is on disk.
         self.store.wait()
         return self._summary()

@@ -6,7 +6,7 @@ from torch import nn
 
 from moeflow.models import build_model
 from moeflow.models.flops import count_parameters, forward_flops
-from moeflow.moe import MoELayer
+from moeflow.moe import DenseMLP, MoELayer, ResidualExperts, SharedExperts
 from moeflow.schema import ConvNetConfig, GShardGateConfig, LeNetConfig, NaiveGateConfig, SwitchGateConfig
 from tests.models.gpts import VOCAB, gpt, tokens
 
@@ -92,3 +92,19 @@ def test_a_layer_alone():
     layer = MoELayer(16, 4, 24, NaiveGateConfig(top_k=3), activation="swiglu", d_out=20)
     per_token = 3 * 2 * (2 * 24 * 16 + 20 * 24) + 2 * 4 * 16
     assert forward_flops(layer, torch.zeros(2, 7, 16)) == 14 * per_token
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_shared_experts_count_for_every_token(gated):
+    alone = MoELayer(16, 4, 24, NaiveGateConfig(top_k=2))
+    layer = MoELayer(16, 4, 24, NaiveGateConfig(top_k=2), shared=SharedExperts(DenseMLP(16, 40), 16, gated=gated))
+    more = 2 * (16 * 40 + 40 * 16) + (2 * 16 if gated else 0)
+    x = torch.zeros(2, 7, 16)
+    assert forward_flops(layer, x) == forward_flops(alone, x) + 14 * more
+
+
+def test_residual_experts_count_their_mixing_too():
+    layer = MoELayer(16, 4, 24, NaiveGateConfig(), shared=ResidualExperts(DenseMLP(16, 40), 16))
+    x = torch.zeros(5, 16)
+    more = 2 * (2 * 16 * 40 + 2 * 16)
+    assert forward_flops(layer, x) == forward_flops(MoELayer(16, 4, 24, NaiveGateConfig()), x) + 5 * more
