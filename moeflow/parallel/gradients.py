@@ -58,17 +58,17 @@ class Gradients:
         dp = self.topology["dp"].size
         # Buckets apart from those of shards, whose sizes may differ between tp ranks: the order in which an all-reduce
         # over more than two ranks adds depends on a value's place in the bucket, and replicas must stay bit-equal.
-        _reduce(_grads(p for p, s in dense if not s.shards), self.topology["dp"], 1.0 / dp)
-        _reduce(_grads(p for p, s in dense if s.shards), self.topology["dp"], 1.0 / dp)
+        reduce_flat(_grads(p for p, s in dense if not s.shards), self.topology["dp"], 1.0 / dp)
+        reduce_flat(_grads(p for p, s in dense if s.shards), self.topology["dp"], 1.0 / dp)
         # Last, for the same reason: two ranks add alike in either order, whatever their stages' buckets hold beside it.
         self._sum_parts("ends")
         if self.expert_dp_comm == "world":
-            _reduce(experts, self.topology["stage"], 1.0 / self.topology["stage"].size)
+            reduce_flat(experts, self.topology["stage"], 1.0 / self.topology["stage"].size)
         else:
-            _reduce(experts, self.topology["edp"] if self.expert_dp_comm == "dp" else None, 1.0 / dp)
+            reduce_flat(experts, self.topology["edp"] if self.expert_dp_comm == "dp" else None, 1.0 / dp)
 
     def _sum_parts(self, axis: str) -> None:
-        _reduce(_grads(p for p, s in self.parameters if axis in s.partial), self.topology[axis])
+        reduce_flat(_grads(p for p, s in self.parameters if axis in s.partial), self.topology[axis])
 
     @torch.no_grad()
     def norm(self) -> Tensor:
@@ -106,7 +106,7 @@ def _sum_of_squares(grads: list[Tensor], like: Tensor) -> Tensor:
     return torch.stack(torch._foreach_norm(grads)).double().square().sum() if grads else torch.zeros_like(like)
 
 
-def _reduce(grads: list[Tensor], group: Group | None, scale: float = 1.0) -> None:
+def reduce_flat(grads: list[Tensor], group: Group | None, scale: float = 1.0) -> None:
     """Sum over the group and scale, in place, a bucket at a time."""
     if not grads or (scale == 1.0 and (group is None or group.size == 1)):
         return

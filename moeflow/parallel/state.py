@@ -37,11 +37,13 @@ class Placements:
 
     def describe(self, parameter_name: str, tensor: Tensor) -> Tensor:
         """Return `tensor`, as a DTensor if the parameter is spread over ranks and the tensor has its shape."""
-        sharding = self.sharding[parameter_name]
-        if not sharding.shards or tensor.ndim == 0:
-            return tensor
-        axes = self._axes(sharding)
-        placements: list[Placement] = [Shard(sharding.shards[a]) if a in sharding.shards else Replicate() for a in axes]
+        shards = self.sharding[parameter_name].shards
+        return tensor if not shards or tensor.ndim == 0 else self.place(parameter_name, tensor, shards)
+
+    def place(self, parameter_name: str, tensor: Tensor, shards: Mapping[str, int]) -> DTensor:
+        """Return this rank's part of a parameter-shaped tensor as a DTensor; `shards` maps axes to dimensions."""
+        axes = self._axes(self.sharding[parameter_name])
+        placements: list[Placement] = [Shard(shards[a]) if a in shards else Replicate() for a in axes]
         shape = self.full_shapes[parameter_name]
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(tensor, self._mesh(axes), placements, run_check=False, shape=shape, stride=stride)
@@ -71,10 +73,16 @@ def model_tensors(model: nn.Module, placements: Placements) -> dict[str, Tensor]
     named = dict(model.named_parameters())
     names = global_names(model, named)
     state = {f"{MODEL}/{names[name]}": placements.describe(name, p.detach()) for name, p in named.items()}
-    persistent = model.state_dict(keep_vars=True)
-    for name, buffer in model.named_buffers():
-        if name in persistent:
-            state[f"{MODEL}/{name}"] = buffer
+    return {**state, **persistent_buffers(model)}
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that a state dict holds: "model/NAME" -> the buffer."""
+    state: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            if key not in module._non_persistent_buffers_set:
+                state[f"{MODEL}/{prefix}.{key}" if prefix else f"{MODEL}/{key}"] = buffer
     return state
 
 

@@ -33,6 +33,8 @@ PLACES = [
     Place("tp=2 x ep=2", 4, {"tp": 2, "ep": 2}),
     Place("pp=2 x ep=2", 4, {"pp": 2, "ep": 2}),
     Place("etp=2", 2, {"etp": 2}),
+    Place("DeepSpeed ZeRO-1, ep=2", 4, {"ep": 2, "engine": "deepspeed"}),
+    Place("FSDP2, ep=2", 4, {"ep": 2, "engine": "fsdp"}),
 ]
 
 

@@ -13,7 +13,9 @@ SAMPLE = [
     ("1 process", "tp=2 x ep=2"),
     ("tp=2 x ep=2", "pp=2 x ep=2"),
     ("pp=2 x ep=2", "etp=2"),
-    ("etp=2", "1 process"),
+    ("etp=2", "DeepSpeed ZeRO-1, ep=2"),
+    ("DeepSpeed ZeRO-1, ep=2", "FSDP2, ep=2"),
+    ("FSDP2, ep=2", "1 process"),
 ]
 
 
@@ -58,7 +60,7 @@ def test_ten_losses_after_every_change_of_layout(source, target, losses, saved_b
 def test_every_layout_saves_the_same_keys_shapes_and_values(saved_by):
     whole = saved_tensors(saved_by("1 process"), SAVED_AT)
     assert any(key.endswith("experts.w_in/exp_avg") for key in whole)
-    for name in ("tp=2 x ep=2", "pp=2 x ep=2", "etp=2"):
+    for name in ("tp=2 x ep=2", "pp=2 x ep=2", "etp=2", "DeepSpeed ZeRO-1, ep=2", "FSDP2, ep=2"):
         other = saved_tensors(saved_by(name), SAVED_AT)
         assert {k: (v.shape, v.dtype) for k, v in other.items()} == {k: (v.shape, v.dtype) for k, v in whole.items()}
         for key, value in whole.items():

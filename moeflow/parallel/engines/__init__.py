@@ -33,6 +33,10 @@ def make_engine(
         from moeflow.parallel.engines.deepspeed import DeepSpeedPlain, DeepSpeedZero
 
         return DeepSpeedZero(*arguments) if zero_stage(config) else DeepSpeedPlain(*arguments)
+    if config.parallel.engine == "fsdp":
+        from moeflow.parallel.engines.fsdp import FullySharded
+
+        return FullySharded(*arguments)
     from moeflow.parallel.engines.ddp import DataParallel
 
     assert config.parallel.engine == "ddp", config.parallel.engine

@@ -10,10 +10,11 @@ own process groups under that name.  Norm and clipping are done here, for all st
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import os
-import sys
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -65,6 +66,8 @@ def import_deepspeed(device: torch.device) -> Any:
         ) from error
     if "DS_LOG_LEVEL" not in os.environ:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # It calls collectives by names that torch is about to change: nothing that a user of moeflow can mend.
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\..* is deprecated", category=FutureWarning)
     return deepspeed
 
 
@@ -111,7 +114,7 @@ def _initialize(config: dict[str, Any], model: nn.Module, optimizer: Any, has_ex
             return ZERO_OPTIMIZATION if zero else super()._do_optimizer_sanity_check(optimizer)
 
     backend = deepspeed.get_accelerator().communication_backend_name()
-    with contextlib.redirect_stdout(sys.stderr):  # builders of its extensions print
+    with contextlib.redirect_stdout(io.StringIO()):  # the builders of its extensions print
         comm.init_distributed(dist_backend=backend, dist_init_required=False)
         try:
             settings = DeepSpeedConfig(config)
