@@ -77,10 +77,16 @@ def _after_verb(verb: str, words: list[str], current: str) -> Iterable[Candidate
         return [Candidate("job")]
     if current.startswith("-"):
         return _flags(verb)
+    if verb == "recipes":
+        return _recipe_names(words)
+    if verb == "ls":
+        return _folders_of_runs()
     if verb == "completion":
         return [Candidate(shell) for shell in ("bash", "zsh", "fish")] if not words else []
     if VERBS[verb].usage.startswith("[+recipe=NAME]"):
         return _overrides(words, current, with_recipe=True)
+    if VERBS[verb].usage.startswith("RUN_DIR RUN_DIR"):
+        return (each for each in _run_dirs(current) if each.word not in words)
     if VERBS[verb].usage.startswith("RUN_DIR"):
         positional = [word for word in words if not word.startswith("-")]
         return _overrides(positional, current, with_recipe=False) if positional else _run_dirs(current)
@@ -94,6 +100,17 @@ def _flags(verb: str) -> Iterator[Candidate]:
             yield from (Candidate(name.strip().partition(" ")[0], text) for name in names.split(","))
     else:
         yield Candidate("--help", "show help")
+
+
+def _recipe_names(words: list[str]) -> Iterator[Candidate]:
+    if not any(not word.startswith("-") for word in words):
+        for option in options("recipe", []).values():
+            yield Candidate(option.name, option.summary)
+
+
+def _folders_of_runs() -> Iterator[Candidate]:
+    folders = dict.fromkeys(config.parent.parent for config in sorted(Path("outputs").glob(f"*/*/{rundir.CONFIG}")))
+    yield from (Candidate(str(folder)) for folder in ([Path("outputs"), *folders] if folders else []))
 
 
 def _run_dirs(current: str) -> Iterator[Candidate]:

@@ -67,7 +67,7 @@ def run_dir_first(words: list[str], verb: str) -> tuple[str, list[str]]:
     """
     if not words or ("=" in words[0] and not words[0].startswith((".", "/"))):
         what = f"moeflow {verb} needs a run folder as its first word."
-        raise ConfigError(what, f"moeflow {verb} RUN_DIR (ls -d outputs/*/* shows them)")
+        raise ConfigError(what, f"moeflow {verb} RUN_DIR (moeflow ls shows them)")
     for word in words[1:]:
         if "=" not in word and Path(word).exists():
             raise ConfigError(f"moeflow {verb} takes one run folder, and '{word}' is another one.", "give it alone")

@@ -32,6 +32,8 @@ _ALL = (
     Verb("train", "moeflow.cli.train", "[+recipe=NAME] [KEY=VALUE ...]", "train a recipe, any key overridden"),
     Verb("resume", "moeflow.cli.resume", "RUN_DIR [KEY=VALUE ...]", "go on with a run from its latest checkpoint"),
     Verb("eval", "moeflow.cli.eval", "RUN_DIR [KEY=VALUE ...]", "evaluate a checkpoint of a run"),
+    Verb("ls", "moeflow.cli.ls", "[DIR ...]", "list runs with their status, the newest last"),
+    Verb("compare", "moeflow.cli.compare", "RUN_DIR RUN_DIR", "whether two runs are bit-equal, and where they part"),
     Verb("generate", "moeflow.cli.generate", "RUN_DIR [--prompt TEXT]", "write text with a run's language model"),
     Verb(
         "check",
@@ -57,7 +59,7 @@ _ALL = (
         "[+recipe=NAME] [KEY=VALUE ...]",
         "propose parallel layouts for a model and a cluster, with predicted time and memory",
     ),
-    Verb("recipes", "moeflow.cli.recipes", "", "list the recipes"),
+    Verb("recipes", "moeflow.cli.recipes", "[NAME] [--copy DIR]", "list, show and copy recipes"),
     Verb("doctor", "moeflow.cli.doctor", "", "report the environment, what works, and what mends the rest"),
     Verb("completion", "moeflow.cli.completion", "bash|zsh|fish", "print the script that gives the shell completion"),
     Verb("_complete", "moeflow.cli.complete", "SHELL LINE", "candidates for the completion scripts", hidden=True),

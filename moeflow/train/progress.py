@@ -23,6 +23,7 @@ from rich.live import Live
 from rich.text import Text
 
 from moeflow.logging import ROOT, get_logger
+from moeflow.train.duration import format_duration
 
 logger = get_logger(__name__)
 REFRESH_S = 0.1
@@ -211,13 +212,3 @@ def _format(key: str, value: float) -> str:
     if isinstance(value, int):
         return f"{key} {value}"
     return f"{key} {value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{key} {value:.3e}"
-
-
-def format_duration(seconds: float) -> str:
-    """Return "0:42", "12:34", "3:05:00" or "2d 03:00:00"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d {hours:02}:{minutes:02}:{rest:02}"
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

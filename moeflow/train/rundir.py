@@ -266,7 +266,7 @@ def open(path: str | os.PathLike[str]) -> RunDir:
         folder = folder.parent
     if not folder.exists():
         near = sorted(str(run.path) for run in list_runs(folder.parent)) if folder.parent.is_dir() else []
-        mend = f"one of its neighbours: {near[-1]}" if near else "ls -d outputs/*/* shows run folders"
+        mend = f"one of its neighbours: {near[-1]}" if near else "moeflow ls shows run folders"
         raise ConfigError(f"there is no run folder {folder}.", mend)
     if not folder.is_dir():
         raise ConfigError(f"{folder} is a file, not a run folder.", "give the folder that holds config.yaml")

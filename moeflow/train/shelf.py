@@ -94,7 +94,7 @@ class Shelf:
         if found is None:
             raise CheckpointError(
                 f"there is no checkpoint in {self.folder} yet",
-                "wait for the run's first one (checkpoint.every), or choose another run (ls -d outputs/*/*)",
+                "wait for the run's first one (checkpoint.every), or choose another run (moeflow ls)",
             )
         self.path(found)
         return found

@@ -45,6 +45,11 @@ def words(line: str) -> list[str]:
         ("moeflow train gate=naive gate.jit", []),
         ("moeflow train nonsense=", []),
         ("moeflow completion z", ["zsh"]),
+        ("moeflow recipes cifar_d", ["cifar_dense"]),
+        ("moeflow recipes cifar_dense ", []),
+        ("moeflow recipes --c", ["--copy", "--config-dir"]),
+        ("moeflow ls --j", ["--json"]),
+        ("moeflow compare --no", ["--no-tensors"]),
         ("moeflow nonsense x", []),
         ("moeflow check 'gate=swit", ["gate=switch"]),
         ("moeflow train --config-dir ", []),
@@ -67,6 +72,9 @@ def test_run_folders_and_their_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert words("moeflow eval outputs/cifar_moe/2025")[0] == newest
     assert words(f"moeflow resume {newest} gate.jit") == ["gate.jitter="]
     assert "+recipe=" not in words(f"moeflow resume {newest} ")
+    assert len(words("moeflow compare ")) == 2
+    assert words(f"moeflow compare {newest} ") == ["outputs/cifar_moe/2024-01-01_00-00-00-aaaaaa"]
+    assert words("moeflow ls ") == ["outputs", "outputs/cifar_moe"]
 
 
 def test_the_users_recipes(tmp_path: Path) -> None:

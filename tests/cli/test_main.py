@@ -23,6 +23,8 @@ QUICK = [
     ["train", "--help"],
     ["resume", "--help"],
     ["recipes"],
+    ["recipes", "cifar_moe"],
+    ["ls"],
     ["completion", "bash"],
     ["_complete", "bash", "moeflow train +recipe=cifar_moe gate="],
     ["_complete", "bash", "moeflow train optim.l"],
