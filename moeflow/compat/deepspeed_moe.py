@@ -1,4 +1,10 @@
-"""Checkpoints of DeepSpeed-MoE: one file of the dense part, and one for each expert of each MoE layer.
+"""For those who come from DeepSpeed: its checkpoints, and experts spread over the ranks in a script for it.
+
+    load(folder)                     what DeepSpeed-MoE saved, as a state dict for a network with `MoELayer`s
+    spread(model, ep=N)              this rank's part of such a network, for `deepspeed.initialize` (see
+    parameter_groups(part)           docs/examples/deepspeed_moe.py)
+
+A checkpoint of DeepSpeed-MoE has one file of the dense part, and one for each expert of each MoE layer.
 
     TAG/mp_rank_00_model_states.pt                      "module": parameters outside the experts
     TAG/layer_L_expert_E_mp_rank_00_model_states.pt     parameters of expert E of the L-th MoE layer
@@ -27,6 +33,9 @@ import torch
 from torch import Tensor
 
 from moeflow.errors import CheckpointError
+from moeflow.parallel.engines.script import parameter_groups, spread
+
+__all__ = ["is_checkpoint", "load", "parameter_groups", "spread"]
 
 _DENSE = "mp_rank_00_model_states.pt"
 _EXPERT_FILE = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")

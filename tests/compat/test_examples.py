@@ -67,6 +67,20 @@ def test_expert_parallel_takes_the_same_steps_on_any_number_of_processes(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.distributed
+def test_deepspeed_with_experts_on_two_ranks_takes_the_steps_of_one_process(tmp_path):
+    pytest.importorskip("deepspeed", reason='DeepSpeed is not installed: pip install "moeflow[deepspeed]"')
+    script = str(EXAMPLES / "deepspeed_moe.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--master-port"]
+    one, two = (
+        losses_of(run([*launch, str(free_port()), "--nproc-per-node", n, script], tmp_path, DS_ACCELERATOR="cpu"))
+        for n in ("1", "2")
+    )
+    assert len(one) == 5 and one[-1] < 0.6 * one[0]
+    assert two == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_accelerate(tmp_path):
     command = [
         sys.executable,
