@@ -107,6 +107,18 @@ def engine_problems(config: RunConfig, dp: int | None) -> Iterator[Found]:
             f"parallel.engine={parallel.engine} cannot do parallel.expert_dp_comm={parallel.expert_dp_comm}: {reason}.",
             "parallel.engine=ddp, or parallel.expert_dp_comm=dp",
         )
+    if config.balance.placement:
+        yield (
+            f"parallel.engine={parallel.engine} cannot do balance.placement=true: an expert that moves takes its "
+            "optimizer state along, which this engine has cut.",
+            "parallel.engine=ddp, or balance.placement=false",
+        )
+    if config.balance.shadow and parallel.engine == "fsdp":
+        yield (
+            "parallel.engine=fsdp cannot do balance.shadow=true: experts that are cut over edp are not whole when "
+            "their shadows are made.",
+            "parallel.engine=deepspeed or ddp, or balance.shadow=false",
+        )
     if config.precision.dtype == "fp16":
         yield (
             f"parallel.engine={parallel.engine} has no loss scaling that leaves a step out on all ranks alike, and "

@@ -39,9 +39,9 @@ class Toll:
     seconds: float = 0.0
 
 
-def config_for(world: int, steps: int, background: bool = False) -> RunConfig:
+def config_for(world: int, steps: int, background: bool = False, parallel: dict | None = None) -> RunConfig:
     """A small GPT, its experts spread over the ranks, saved at every second step."""
-    config = config_of({"ep": world}, checkpoint=CheckpointConfig(every=2, background=background))
+    config = config_of(parallel or {"ep": world}, checkpoint=CheckpointConfig(every=2, background=background))
     # Never at its last step, which would write a text.
     trainer = dataclasses.replace(config.trainer, max_steps=steps + 1, stop_at=steps, log_every=1, eval_every=0)
     return dataclasses.replace(config, trainer=trainer)

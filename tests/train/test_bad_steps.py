@@ -51,7 +51,19 @@ def rows_of(folder):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("kind", "world", "parallel"),
-    [("nan", 1, {}), ("inf", 2, {"ep": 2}), ("gradient", 2, {"tp": 2}), ("inf", 2, {"pp": 2})],
+    [
+        ("nan", 1, {}),
+        ("inf", 2, {"ep": 2}),
+        ("gradient", 2, {"tp": 2}),
+        ("inf", 2, {"pp": 2}),
+        ("gradient", 2, {"ep": 2, "engine": "deepspeed", "zero_stage": 2}),
+        ("gradient", 2, {"ep": 2, "engine": "fsdp"}),
+        *(
+            pytest.param(kind, 2, {"ep": 2, "engine": "deepspeed", "zero_stage": stage}, marks=pytest.mark.slow)
+            for kind, stage in (("nan", 0), ("nan", 1), ("inf", 2))
+        ),
+        pytest.param("inf", 4, {"ep": 2, "engine": "fsdp"}, marks=pytest.mark.slow),
+    ],
     ids=lambda value: str(value),
 )
 def test_a_bad_step_changes_nothing(tmp_path, kind, world, parallel):

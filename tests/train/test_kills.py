@@ -9,8 +9,8 @@ from tests.train.test_runs import saved_tensors
 STEPS = 400
 
 
-def check(folder, world, kills, steps, background=False, seed=0):
-    config = config_for(world, steps, background)
+def check(folder, world, kills, steps, background=False, seed=0, parallel=None):
+    config = config_for(world, steps, background, parallel)
     unbroken(config, world, folder / "unbroken")
     toll = killed(config, world, folder / "killed", kills, seed)
     assert toll.kills == kills
@@ -27,6 +27,24 @@ def check(folder, world, kills, steps, background=False, seed=0):
 @pytest.mark.timeout(300)
 def test_a_few_kills_of_one_of_two_ranks(tmp_path):
     check(tmp_path, 2, 2, 24)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [
+        (2, {"ep": 2, "engine": "deepspeed", "zero_stage": 0}),
+        (4, {"ep": 2, "engine": "deepspeed", "zero_stage": 1}),
+        (2, {"ep": 2, "engine": "deepspeed", "zero_stage": 2}),
+        (4, {"ep": 2, "engine": "fsdp"}),
+    ],
+    ids=str,
+)
+def test_kills_on_every_engine(tmp_path, world, parallel, background):
+    check(tmp_path, world, 4, 48, background, parallel=parallel)
 
 
 @pytest.mark.slow

@@ -56,6 +56,10 @@ class FullySharded(Engine):
         self.parameters = dict(part.model.named_parameters())
         self.global_names = global_names(part.model, self.parameters)
         self.optimizer = build(part.model, self._kind)
+        if isinstance(self.optimizer, torch.optim.SGD):
+            # Of the fused steps DTensor knows Adam's alone.
+            for group in self.optimizer.param_groups:
+                group.update(fused=False, foreach=True)
         self.whole = [p for p in self.parameters.values() if p.requires_grad and not isinstance(p, DTensor)]
 
     # --- cutting -----------------------------------------------------------------------------------------------------
@@ -170,7 +174,7 @@ class FullySharded(Engine):
 
 
 def _inner_units(model: nn.Module, gates: bool) -> Iterator[nn.Module]:
-    """What is gathered and freed as one, inner ones first: gates, if they have a number format of their own, and blocks."""
+    """What is gathered and freed as one, inner ones first: gates that have a number format of their own, and blocks."""
     if gates:
         yield from (m for m in model.modules() if isinstance(m, Gate) and any(True for _ in m.parameters()))
     for child in model.children():
