@@ -10,9 +10,12 @@ from moeflow.parallel import collectives
 from moeflow.parallel.parallelize import moe_layers
 from moeflow.parallel.topology import Topology
 
+#: Name of an MoE layer -> choices of each of its experts in the last step, over all ranks.
+Loads = dict[str, list[int]]
 
-def moe_metrics(model: nn.Module, topology: Topology) -> dict[str, float]:
-    """Means over the layers of the whole model; every rank must call it.
+
+def moe_metrics(model: nn.Module, topology: Topology) -> tuple[dict[str, float], Loads]:
+    """Means over the layers of the whole model, and the load of each expert; every rank must call it.
 
     Returns:
         moe/imbalance: largest load of an expert over the mean load (1 is balanced).
@@ -20,23 +23,24 @@ def moe_metrics(model: nn.Module, topology: Topology) -> dict[str, float]:
         moe/dead: experts without a token, summed over the layers.
         moe/entropy: of the gate's probabilities, nats.
         moe/LOSS: auxiliary losses before their coefficients.
-        Empty for a model without MoE layers.
+        Both are empty for a model without MoE layers.
     """
-    rows = [
-        _layer_metrics(layer.last_stats, topology)
-        for layer in moe_layers(model).values()
+    own = [
+        (name, *_layer_metrics(layer.last_stats, topology))
+        for name, layer in moe_layers(model).items()
         if layer.last_stats is not None
     ]
-    rows = [row for stage in collectives.gather_objects(rows, topology["pp"]) for row in stage]
+    layers = [layer for stage in collectives.gather_objects(own, topology["pp"]) for layer in stage]
+    rows = [row for _, row, _ in layers]
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row[name] for row in rows if name in row]
         metrics[f"moe/{name}"] = int(sum(values)) if name == "dead" else sum(values) / len(values)
-    return metrics
+    return metrics, {name: counts for name, _, counts in layers}
 
 
-def _layer_metrics(stats: MoEStats, topology: Topology) -> dict[str, float]:
-    """Of one layer, over the ranks of its stage."""
+def _layer_metrics(stats: MoEStats, topology: Topology) -> tuple[dict[str, float], list[int]]:
+    """Metrics of one layer, and the choices of each expert, over the ranks of its stage."""
     stage = topology["stage"]
     scalars = dict(sorted(stats.losses.items()))
     if stats.entropy is not None:
@@ -51,12 +55,13 @@ def _layer_metrics(stats: MoEStats, topology: Topology) -> dict[str, float]:
     )
     packed = collectives.all_reduce(packed, stage)
     counts_E, (dropped, *values) = packed[: counts_E.numel()], packed[counts_E.numel() :].tolist()
-    return {
+    metrics = {
         "imbalance": _ratio(counts_E.max(), counts_E.mean()),
         "dropped": dropped / max(counts_E.sum().item(), 1.0),
         "dead": (counts_E == 0).sum().item(),
         **dict(zip(scalars, values, strict=True)),
     }
+    return metrics, counts_E.long().tolist()
 
 
 def _ratio(top: Tensor, bottom: Tensor) -> float:

@@ -72,12 +72,15 @@ class Progress:
         if self.verbosity >= 0:
             self._pairs(lines)
 
-    def update(self, step: int, row: Mapping[str, Any] | None = None) -> None:
+    def update(
+        self, step: int, row: Mapping[str, Any] | None = None, loads: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
         """Tell that `step` is done.
 
         Args:
             step: optimizer steps done.
             row: metrics of the step, on steps that are logged: the line goes on showing the last ones.
+            loads: choices of each expert in that step, by layer.
         """
         self._pace.mark(step, self._clock())
         if row is not None:

@@ -14,6 +14,7 @@ from moeflow.logging import rank as rank_of_process
 from moeflow.parallel.topology import Topology
 from moeflow.schema import RunConfig
 from moeflow.train.metrics import MetricsLog
+from moeflow.train.moe_metrics import Loads
 from moeflow.train.progress import Progress, format_metrics
 from moeflow.train.trackers import TrackedRun, Trackers
 
@@ -70,13 +71,14 @@ class Reporter:
         """Training begins."""
         self._mark, self._units = time.perf_counter(), 0
 
-    def progress(self, step: int, units: int, row: dict[str, float] | None = None) -> None:
+    def progress(self, step: int, units: int, row: dict[str, float] | None = None, loads: Loads | None = None) -> None:
         """One step is done; `units` samples or tokens of this rank went into it.
 
         Args:
             step: optimizer steps done.
             units: of this rank.
             row: metrics of the step, when it is a logged one; throughput since the last such row is added.
+            loads: choices of each expert in that step, by layer.
         """
         self._units += units * self._dp
         if row is not None:
@@ -84,7 +86,7 @@ class Reporter:
             row = {"step": step, **row, f"{self.unit}_per_s": self._units / max(now - self._mark, 1e-9)}
             self._mark, self._units = now, 0
             self._log(row)
-        self.terminal.update(step, row)
+        self.terminal.update(step, row, loads)
 
     def aside(self, lines: list[str], seconds: float) -> None:
         """Print lines that stay, such as the table of a profile; the time they took is not the training's."""

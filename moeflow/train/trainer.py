@@ -26,7 +26,7 @@ from moeflow.train import snapshot
 from moeflow.train.bad_steps import BadSteps, spread_to_gradients
 from moeflow.train.checkpoint import CheckpointStore, Keep
 from moeflow.train.evaluate import evaluate_unless
-from moeflow.train.moe_metrics import moe_metrics
+from moeflow.train.moe_metrics import Loads, moe_metrics
 from moeflow.train.optim import build_optimizer, learning_rate, set_learning_rate
 from moeflow.train.profiling import StepProfiler
 from moeflow.train.reporter import Reporter
@@ -66,6 +66,7 @@ class Trainer:
         self.bad_steps = BadSteps(store.folder.parent, self.config.trainer.skip_bad_steps, self.topology.is_main)
         spread_to_gradients(session.task)
         self.last_eval: dict[str, float] = {}
+        self.loads: Loads = {}
         self._owes_evaluation = False
         self._saved_step: int | None = None
         self.stopped_by: int | None = None
@@ -129,7 +130,8 @@ class Trainer:
             # Not at a stop in between: a run in parts leaves the same rows as one in one go.
             logged = self._due(trainer.log_every) or self.step in (1, trainer.max_steps)
             units = sum(map(self.session.task.num_units, output.batches))
-            reporter.progress(self.step, units, self._complete(rate, output) if logged else None)
+            row = self._complete(rate, output) if logged else None
+            reporter.progress(self.step, units, row, self.loads if logged else None)
             reporter.aside(*self.profiler.report(self.step))
             stopping = self._asked_to_stop()
             if self._due(trainer.eval_every) or self.step == trainer.max_steps:
@@ -214,13 +216,14 @@ class Trainer:
             # The loss that was trained on, not the metric of that name, which is without label smoothing.
             sums = metric_sums(self.session, output.outputs) | sums
         means = batch_means(self.session, sums)
+        moe, self.loads = moe_metrics(self.session.model, self.topology)
         return {
             "loss": means.pop("loss"),
             **means,
             "lr": rate,
             "grad_norm": output.norm.item(),
             "epoch": self.step * self.config.data.batch_size / len(self.session.data.train),
-            **moe_metrics(self.session.model, self.topology),
+            **moe,
         }
 
     def _evaluate(self, reporter: Reporter) -> bool:
