@@ -26,7 +26,7 @@ from moeflow.train.files import fsync_folder, json_bytes, plain, write_atomic
 from moeflow.train.shelf import resume_command
 
 logger = get_logger(__name__)
-JSONL, CSV, DISCARDED, SUMMARY = "metrics.jsonl", "metrics.csv", "metrics.discarded.jsonl", "summary.json"
+JSONL, CSV, SUMMARY = "metrics.jsonl", "metrics.csv", "summary.json"
 
 #: Keys that differ from run to run: wall-clock time, and what is derived from it.
 TIMING = frozenset({"time_s", "step_s", "eval_s", "samples_per_s", "tokens_per_s", "eta_s", "time"})
@@ -52,8 +52,8 @@ class MetricsLog:
         self._csv: IO[bytes] | None = None
         self._columns: list[str] = []
         if self._active:
-            with _named(self.run_dir / JSONL):
-                _cut(self.run_dir, resume_step or 0)
+            with naming(self.run_dir / JSONL):
+                cut_rows(self.run_dir / JSONL, resume_step or 0)
                 self._jsonl = open(self.run_dir / JSONL, "ab", buffering=0)  # noqa: SIM115 (open for the whole run)
                 self._rewrite_csv()
 
@@ -71,7 +71,7 @@ class MetricsLog:
             return
         assert self._jsonl is not None and self._csv is not None, "log after close"
         content = plain(row)
-        with _named(self.run_dir / JSONL):
+        with naming(self.run_dir / JSONL):
             # One unbuffered write a row: a kill loses no row that was logged.
             self._jsonl.write((json.dumps(content, allow_nan=False) + "\n").encode())
             if set(content) <= set(self._columns):
@@ -82,14 +82,14 @@ class MetricsLog:
     def write_summary(self, values: dict[str, Any]) -> None:
         """Replace summary.json in one step."""
         if self._active:
-            with _named(self.run_dir / SUMMARY):
+            with naming(self.run_dir / SUMMARY):
                 write_atomic(self.run_dir / SUMMARY, json_bytes(values))
 
     def close(self) -> None:
         """Sync both files to disk and close them; may be called again."""
         for stream in (self._jsonl, self._csv):
             if stream is not None:
-                with _named(self.run_dir / JSONL):
+                with naming(self.run_dir / JSONL):
                     os.fsync(stream.fileno())
                     stream.close()
         self._jsonl = self._csv = None
@@ -123,11 +123,11 @@ def without_timing(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in TIMING}
 
 
-def _cut(run_dir: Path, step: int) -> None:
-    """Keep the rows up to `step` in metrics.jsonl; move everything else to the discarded lines."""
-    path = run_dir / JSONL
+def cut_rows(path: Path, step: int) -> None:
+    """Keep the rows up to `step` in a file such as metrics.jsonl; move all else to NAME.discarded.jsonl beside it."""
     if not path.is_file():
         return
+    discarded = path.with_suffix(f".discarded{path.suffix}")
     kept: list[bytes] = []
     moved: list[bytes] = []
     torn = 0
@@ -138,14 +138,14 @@ def _cut(run_dir: Path, step: int) -> None:
     if not moved:
         return
     if torn:
-        logger.warning("%s: %d torn line(s) moved to %s", path, torn, DISCARDED)
+        logger.warning("%s: %d torn line(s) moved to %s", path, torn, discarded.name)
     # First kept elsewhere, then cut: a crash between the two leaves a row twice, never nowhere.
-    with open(run_dir / DISCARDED, "ab") as stream:
+    with open(discarded, "ab") as stream:
         stream.writelines(line.rstrip(b"\n") + b"\n" for line in moved)
         stream.flush()
         os.fsync(stream.fileno())
     write_atomic(path, b"".join(kept))
-    fsync_folder(run_dir)
+    fsync_folder(path.parent)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -172,7 +172,7 @@ def _cell(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-class _named:
+class naming:
     """Turns an OSError inside the block into a short error that names the file."""
 
     def __init__(self, path: Path):

@@ -9,9 +9,10 @@ from moeflow.moe import MoEStats
 from moeflow.parallel import collectives
 from moeflow.parallel.parallelize import moe_layers
 from moeflow.parallel.topology import Topology
+from moeflow.train.expert_log import LayerLoad
 
-#: Name of an MoE layer -> choices of each of its experts in the last step, over all ranks.
-Loads = dict[str, list[int]]
+#: Name of an MoE layer -> what its experts got in the last step, over all ranks, in the order of the layers.
+Loads = dict[str, LayerLoad]
 
 
 def moe_metrics(model: nn.Module, topology: Topology) -> tuple[dict[str, float], Loads]:
@@ -36,11 +37,17 @@ def moe_metrics(model: nn.Module, topology: Topology) -> tuple[dict[str, float],
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row[name] for row in rows if name in row]
         metrics[f"moe/{name}"] = int(sum(values)) if name == "dead" else sum(values) / len(values)
-    return metrics, {name: counts for name, _, counts in layers}
+    # With several stages on a rank the order of the ranks is not that of the layers.
+    return metrics, dict(sorted(((name, load) for name, _, load in layers), key=lambda item: _places(item[0])))
 
 
-def _layer_metrics(stats: MoEStats, topology: Topology) -> tuple[dict[str, float], list[int]]:
-    """Metrics of one layer, and the choices of each expert, over the ranks of its stage."""
+def _places(name: str) -> list[tuple[int, str]]:
+    """Sorts "blocks.10.moe" after "blocks.9.moe"."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+
+
+def _layer_metrics(stats: MoEStats, topology: Topology) -> tuple[dict[str, float], LayerLoad]:
+    """Metrics of one layer, and the load of each expert, over the ranks of its stage."""
     stage = topology["stage"]
     scalars = dict(sorted(stats.losses.items()))
     if stats.entropy is not None:
@@ -61,7 +68,7 @@ def _layer_metrics(stats: MoEStats, topology: Topology) -> tuple[dict[str, float
         "dead": (counts_E == 0).sum().item(),
         **dict(zip(scalars, values, strict=True)),
     }
-    return metrics, counts_E.long().tolist()
+    return metrics, LayerLoad(counts_E.long().tolist(), int(dropped), metrics.get("entropy"))
 
 
 def _ratio(top: Tensor, bottom: Tensor) -> float:

@@ -13,6 +13,7 @@ from moeflow.logging import ROOT, get_logger
 from moeflow.logging import rank as rank_of_process
 from moeflow.parallel.topology import Topology
 from moeflow.schema import RunConfig
+from moeflow.train.expert_log import ExpertLog
 from moeflow.train.metrics import MetricsLog
 from moeflow.train.moe_metrics import Loads
 from moeflow.train.progress import Progress, format_metrics
@@ -54,6 +55,7 @@ class Reporter:
             resume_step,
         )
         self.metrics = MetricsLog(run_dir, resume_step, rank=rank)
+        self.experts = ExpertLog(run_dir, config.trainer.log_every, resume_step, rank=rank)
         self.trackers = Trackers(config.tracker.names, tracked, rank=rank)
         self.terminal = Progress(
             config.trainer.max_steps, start_step=resume_step or 0, verbosity=verbosity(), rank=rank
@@ -78,7 +80,7 @@ class Reporter:
             step: optimizer steps done.
             units: of this rank.
             row: metrics of the step, when it is a logged one; throughput since the last such row is added.
-            loads: choices of each expert in that step, by layer.
+            loads: what the experts got in that step, by layer; with `row`.
         """
         self._units += units * self._dp
         if row is not None:
@@ -86,7 +88,9 @@ class Reporter:
             row = {"step": step, **row, f"{self.unit}_per_s": self._units / max(now - self._mark, 1e-9)}
             self._mark, self._units = now, 0
             self._log(row)
-        self.terminal.update(step, row, loads)
+        if loads:
+            self.experts.log(step, loads)
+        self.terminal.update(step, row, {name: load.tokens for name, load in loads.items()} if loads else None)
 
     def aside(self, lines: list[str], seconds: float) -> None:
         """Print lines that stay, such as the table of a profile; the time they took is not the training's."""
@@ -129,6 +133,7 @@ class Reporter:
             exit_code = self._summary.get("exit_code", 0)
         self.terminal.close()
         self.metrics.close()
+        self.experts.close()
         self.trackers.end_training(self._summary, exit_code=exit_code)
 
 

@@ -7,7 +7,7 @@
     RUN_DIR/env.json          versions, machine, git commit
     RUN_DIR/status.json       created, running, finished, failed or interrupted; process, host, times
     RUN_DIR/run.lock          held by the process that trains here
-    RUN_DIR/metrics.jsonl, metrics.csv, summary.json, checkpoints/, traces/
+    RUN_DIR/metrics.jsonl, metrics.csv, experts.jsonl, summary.json, checkpoints/, traces/
 
 No torch and no Hydra here: `moeflow ls` and completion read run folders too.
 """
@@ -80,6 +80,11 @@ class RunDir:
     def metrics_csv(self) -> Path:
         """The same rows for spreadsheets."""
         return self.path / "metrics.csv"
+
+    @property
+    def experts_jsonl(self) -> Path:
+        """What each expert of each layer got; absent without MoE layers."""
+        return self.path / "experts.jsonl"
 
     @property
     def summary(self) -> Path:
