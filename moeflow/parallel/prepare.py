@@ -82,10 +82,11 @@ def prepare_forward(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     return accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
 
 
-def one_process_group() -> None:
+def one_process_group(device: torch.device) -> None:
     """Make a process group of one, for libraries that cannot do without; nothing where there is a group already."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def leave() -> None:

@@ -134,7 +134,7 @@ class DeepSpeed(Engine):
     ):
         super().__init__(config, accelerator, topology, part)
         self._library = import_deepspeed(accelerator.device)
-        one_process_group()
+        one_process_group(accelerator.device)
         mark_experts(part)
         register_groups(topology)
         has_experts = any(part.sharding[name].expert for name, _ in each_parameter(part))
@@ -142,7 +142,9 @@ class DeepSpeed(Engine):
         for group in self.optimizer.param_groups:
             group["moe"] = getattr(group["params"][0], "allreduce", True) is False
             group["name"] = EXPERTS if group["moe"] else "dense"
-        numel = sum(parameter.numel() for _, parameter in each_parameter(part))
+        own = torch.tensor(sum(parameter.numel() for _, parameter in each_parameter(part)), device=accelerator.device)
+        # The same on all ranks, that all fill their buckets alike.
+        numel = int(collectives.all_reduce(own, topology["dp"], "max").item())
         settings = deepspeed_config(config, topology["dp"].size, numel)
         self.names = {id(parameter): name for name, parameter in each_parameter(part)}
         prepare_forward(accelerator, part.model)

@@ -48,7 +48,7 @@ class FullySharded(Engine):
         self, config: RunConfig, accelerator: Accelerator, topology: Topology, part: Part, build: OptimizerBuilder
     ):
         super().__init__(config, accelerator, topology, part)
-        one_process_group()
+        one_process_group(accelerator.device)
         self.model = part.model
         prepare_forward(accelerator, part.model)
         self._shard(part.model)
@@ -66,7 +66,8 @@ class FullySharded(Engine):
 
     def _shard(self, model: nn.Module) -> None:
         """Cut from the inside out: experts, gates, blocks, the rest."""
-        dense, experts = _mesh(self.topology["dp"]), _mesh(self.topology["edp"])
+        device = self.accelerator.device.type
+        dense, experts = _mesh(self.topology["dp"], device), _mesh(self.topology["edp"], device)
         low, full = self._policies()
         ignored: set[nn.Parameter] = set()
         for module in model.modules():
@@ -182,8 +183,7 @@ def _inner_units(model: nn.Module, gates: bool) -> Iterator[nn.Module]:
             yield from (block for block in child.children() if any(True for _ in block.parameters()))
 
 
-def _mesh(group: Group) -> DeviceMesh:
+def _mesh(group: Group, device_type: str) -> DeviceMesh:
     """A mesh of one dimension over the ranks of a group."""
     made = group.process_group or dist.new_group(list(group.ranks), use_local_synchronization=True)
-    device = "cuda" if dist.get_backend(made) == "nccl" else "cpu"
-    return DeviceMesh.from_group(made, device, mesh_dim_names=(group.name,))
+    return DeviceMesh.from_group(made, device_type, mesh_dim_names=(group.name,))
