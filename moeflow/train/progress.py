@@ -1,15 +1,16 @@
-"""What a run shows: a banner, one live line on a terminal or plain lines elsewhere, and the next useful command.
+"""What a run shows: a banner, a live view on a terminal or plain lines elsewhere, and the next useful command.
 
 device     cpu, 2 threads
 layout     world 2 = dp 2, ep 2
 step   120/1000  loss 1.2345  acc 45.1%  lr 9.9e-04  1,234 samples/s  eta 12:34
+
+The live view is `moeflow.train.view`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import shutil
 import sys
@@ -19,14 +20,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
-from moeflow.logging import ROOT, get_logger
+from moeflow.logging import get_logger
 from moeflow.train.duration import format_duration
+from moeflow.train.live import LiveBlock
+from moeflow.train.view import ASCII, BLOCKS, View
 
 logger = get_logger(__name__)
 REFRESH_S = 0.1
+#: Lines that the live view takes at most.
+MOST_LINES = 12
 
 #: Keys that the line shows, in this order; `verbose` shows every number.
 SHOWN = ("loss", "accuracy", "perplexity", "lr", "samples_per_s", "tokens_per_s")
@@ -41,7 +45,8 @@ class Progress:
         start_step: steps done before, in a resumed run.
         verbosity: -1 nothing but the end, 0 the usual, 1 all metrics, and a line of its own for every logged row.
         rank: of this process.
-        stream: standard output by default.
+        stream: standard output by default.  On a terminal there is a live view, unless TERM is "dumb"; NO_COLOR takes
+            its colors.
         clock: seconds; for tests.
     """
 
@@ -61,8 +66,10 @@ class Progress:
         self._speaks = rank == 0
         self._terminal = self._stream.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
         self._console = _Console(file=self._stream, force_terminal=self._terminal, highlight=False, soft_wrap=True)
-        self._live: Live | None = None
-        self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
+        self._live: LiveBlock | None = None
+        self._view = View(total_steps)
+        self._signs = BLOCKS if self._console.encoding.lower().startswith("utf") else ASCII
+        self._step = start_step
         self._row: Mapping[str, Any] = {}
         self._pace = _Pace(start_step)
         self._refreshed = float("-inf")
@@ -83,16 +90,16 @@ class Progress:
             loads: choices of each expert in that step, by layer.
         """
         self._pace.mark(step, self._clock())
+        self._step = step
         if row is not None:
             self._row = row
+            self._view.add(row, loads)
         if not self._speaks or self.verbosity < 0:
             return
         if row is not None and (self.verbosity > 0 or not self._terminal):
             self._say(self._line(step))
         if self._terminal and (self._clock() - self._refreshed >= REFRESH_S or step >= self.total_steps):
-            self._refreshed = self._clock()
-            with self._guard():
-                self._started().update(Text(self._line(step), no_wrap=True, overflow="ellipsis"), refresh=True)
+            self._refresh()
 
     def event(self, text: str) -> None:
         """Print a line that stays, such as an evaluation or a checkpoint."""
@@ -101,6 +108,7 @@ class Progress:
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Print the metrics of an evaluation ("eval/..." keys) as a line that stays."""
+        self._view.add(metrics)
         text = format_metrics(metrics, all_keys=True).replace("eval/", "")
         self.event(f"eval {step:>{self._width}}/{self.total_steps}  {text}")
 
@@ -112,22 +120,40 @@ class Progress:
     def close(self) -> None:
         """Give the terminal back; call it in `finally`.  May be called again."""
         if self._live is not None:
-            with self._guard():
-                self._live.stop()
+            if self._speaks:
+                # Steps may have been done since; what stays on the screen is to be the last state.
+                self._refresh()
+            self._live.stop()
             self._live = None
-        for handler, stream in self._handlers:
-            handler.setStream(stream)
-        self._handlers = []
 
     @property
     def _width(self) -> int:
         return len(str(self.total_steps))
 
     def _line(self, step: int) -> str:
+        eta = f"  {self._eta()}" if self._eta() else ""
+        return f"step {step:>{self._width}}/{self.total_steps}  {self._metrics()}{eta}"
+
+    def _eta(self) -> str:
         remaining = self._pace.remaining_s(self.total_steps)
-        eta = "" if remaining is None else f"  eta {format_duration(remaining)}"
-        metrics = format_metrics(self._row, all_keys=self.verbosity > 0)
-        return f"step {step:>{self._width}}/{self.total_steps}  {metrics}{eta}"
+        return "" if remaining is None else f"eta {format_duration(remaining)}"
+
+    def _metrics(self) -> str:
+        return format_metrics(self._row, all_keys=self.verbosity > 0)
+
+    def _refresh(self) -> None:
+        """Draw the live view anew, as the terminal is now."""
+        self._refreshed = self._clock()
+        if self._live is None:
+            self._live = LiveBlock(self._stream, self._console)
+            self._live.start()
+        columns, lines = self._live.size()
+        # A line as wide as the terminal would leave the cursor in between two of them.
+        content = self._view.lines(
+            self._step, self._metrics(), self._eta(), columns - 1, max(1, min(MOST_LINES, lines - 2)), self._signs
+        )
+        with self._guard():
+            self._live.show(content)
 
     def _pairs(self, lines: Sequence[tuple[str, str]]) -> None:
         width = max((len(label) for label, _ in lines), default=0) + 2
@@ -140,23 +166,10 @@ class Progress:
     def _say(self, text: str | Text) -> None:
         if self._speaks:
             with self._guard():
-                # Through the console of the live line, which makes room above itself.
-                self._console.print(text, markup=False)
-
-    def _started(self) -> Live:
-        if self._live is None:
-            shares_terminal = sys.stderr.isatty()
-            self._live = Live(console=self._console, auto_refresh=False, redirect_stderr=shares_terminal)
-            self._live.start()
-            if shares_terminal:
-                self._adopt_log()
-        return self._live
-
-    def _adopt_log(self) -> None:
-        """Let log messages make room above the live line too: their handlers hold the old sys.stderr."""
-        for handler in logging.getLogger(ROOT).handlers:
-            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
-                self._handlers.append((handler, handler.setStream(sys.stderr)))
+                if self._live is None:
+                    self._console.print(text, markup=False)
+                else:
+                    self._live.above(self._live.render(text if isinstance(text, Text) else Text(text)))
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:

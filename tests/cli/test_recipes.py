@@ -28,7 +28,7 @@ def test_a_recipe_is_shown_as_it_stands(moeflow, name: str) -> None:
     assert f"next     moeflow train +recipe={name}" in out
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
 def test_a_copy_is_the_same_run_by_the_command_that_is_printed(moeflow, tmp_path: Path, monkeypatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, _ = moeflow("recipes", name, "--copy", "mine")

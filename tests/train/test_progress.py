@@ -1,21 +1,20 @@
 from __future__ import annotations
 
-import fcntl
 import io
 import os
-import pty
 import re
-import select
-import struct
+import signal
 import subprocess
 import sys
-import termios
 import textwrap
+import time
 
 import pytest
 
 from moeflow.train.progress import Progress, format_duration, format_metrics
 from tests.distributed import ROOT
+from tests.terminal import Program
+from tests.train.runs import TINY
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -29,7 +28,8 @@ RUN = """
     for step in range(1, 201):
         time.sleep(0.003)
         row = {"loss": 1.0 / step, "accuracy": 0.5, "lr": 1e-3, "samples_per_s": 1234.0, "grad_norm": 2.0}
-        progress.update(step, row if step % 50 == 0 else None)
+        loads = {"blocks.5.mlp": [4, 4, 4, 4], "blocks.7.mlp": [8, 0, 4, 4]}
+        progress.update(step, *((row, loads) if step % 50 == 0 else ()))
         if step == 75:
             logging.get_logger("moeflow.test").warning("a message of the log")
             print("a line from elsewhere")
@@ -51,75 +51,146 @@ def environment(**changes: str) -> dict[str, str]:
     return {**clean, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", **changes}
 
 
-def in_terminal(columns: int = 100, **arguments: int) -> bytes:
-    """What a terminal of that width receives from the run."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    process = subprocess.Popen(
-        source(**arguments), stdin=theirs, stdout=theirs, stderr=theirs, env=environment(), close_fds=True
-    )
-    os.close(theirs)
-    received = b""
-    while select.select([ours], [], [], 30)[0]:
-        try:
-            data = os.read(ours, 65536)
-        except OSError:  # the other end is closed
-            break
-        received += data
-    os.close(ours)
-    assert process.wait(30) == 0, received.decode()
-    return received
+def program(columns: int = 100, rows: int = 24, changes: dict[str, str] | None = None, **arguments: int) -> Program:
+    return Program(source(**arguments), environment(**(changes or {})), columns, rows)
 
 
-def screen_of(received: bytes, columns: int) -> list[str]:
-    """The lines that stay on a terminal: text, carriage return, line feed, erase line, and wrapping at the edge."""
-    lines, row, column = [""], 0, 0
-    for part in re.findall(r"\x1b\[[?0-9;]*[A-Za-z]|[\s\S]", received.decode()):
-        if part == "\r":
-            column = 0
-        elif part == "\n":
-            row += 1
-        elif part == "\x1b[2K":
-            lines[row] = ""
-        elif part.startswith("\x1b"):
-            assert re.fullmatch(r"\x1b\[(\?25[lh]|[0-9;]*m)", part), f"unknown control {part!r}"
-        else:
-            if column == columns:
-                row, column = row + 1, 0
-            while row >= len(lines):
-                lines.append("")
-            lines[row] = lines[row].ljust(column)[:column] + part + lines[row][column + 1 :]
-            column += 1
-        while row >= len(lines):
-            lines.append("")
-    return [line.rstrip() for line in lines]
+def blocks(lines: list[str]) -> list[int]:
+    """Where live views stand among the lines."""
+    return [number for number, line in enumerate(lines) if line.startswith("step ")]
 
 
-@pytest.mark.parametrize("columns", [40, 100])
-def test_a_terminal_shows_one_live_line_below_what_stays(columns):
-    received = in_terminal(columns)
-    lines = screen_of(received, columns)
-    steps = [line for line in lines if line.startswith("step")]
-    assert len(steps) == 1, "one live line, rewritten in place"
-    assert steps[0].startswith("step 200/200  loss 0.0050  acc 50.0%")
-    assert received.count(b"\x1b[2K") > 3, "it was rewritten while the run went on"
-    assert all(len(line) <= columns for line in lines)
-    assert lines.count("a message of the log") == 1
-    assert lines.count("a line from elsewhere") == 1
-    assert lines.count("eval 100/200  loss 0.2500  accuracy 82.31%"[:columns]) == 1
-    assert lines[-2:] == ["after the end", ""]
-    assert lines[-4:-2] == ["result  accuracy 82.3%", "next    moeflow eval outputs/x"]
-    assert received.count(b"\x1b[?25l") == received.count(b"\x1b[?25h") == 1, "the cursor comes back"
-    if columns == 100:
-        assert steps[0].endswith("1,234 samples/s  eta 0:00")
+@pytest.mark.parametrize(("columns", "rows"), [(40, 24), (100, 24), (100, 7), (12, 3)])
+def test_a_terminal_shows_one_live_view_below_what_stays(columns, rows):
+    terminal = program(columns, rows)
+    lines = terminal.end()
+    assert terminal.process.returncode == 0, lines
+    assert len(blocks(lines)) == 1, "one view, redrawn in place"
+    start = blocks(lines)[0]
+    assert lines[start].startswith("step 200/200"[: columns - 2])
+    assert terminal.received.count(b"step ") > 3, "it was redrawn while the run went on"
+    assert terminal.received.count(b"\x1b[?") == 0, "no mode of the terminal was changed"
+    if columns < 40:
+        return
+    for stays in ("a message of the log", "a line from elsewhere", "eval 100/200  loss 0.2500  accuracy 82.31%"):
+        assert lines.count(stays[:columns].rstrip()) == 1
+        assert lines.index(stays[:columns].rstrip()) < start
+    assert lines[-4:] == ["result  accuracy 82.3%", "next    moeflow eval outputs/x", "after the end", ""]
+    view = lines[start:-4]
+    assert len(view) <= rows - 2
+    assert all(len(line) < columns for line in lines[start:-4])
+    if (columns, rows) == (100, 24):
+        assert "100%  eta 0:00" in view[0]
+        assert view[1] == "loss 0.0050  acc 50.0%  lr 1.0e-03  1,234 samples/s"
+        assert view[2].startswith("loss             \u2588")
+        assert view[2].endswith("0.02 .. 0.005")
+        assert view[-2] == "blocks.5.mlp     \u2585\u2585\u2585\u2585  busiest 1.0x the mean"
+        assert view[-1] == "blocks.7.mlp     \u2588\u00b7\u2585\u2585  busiest 2.0x the mean, dead: 1"
         assert [line[:10] for line in lines[:3]] == ["device    ", "backends  ", " " * 10], "long texts hang"
 
 
 def test_verbose_keeps_a_line_of_all_metrics_for_every_row():
-    lines = screen_of(in_terminal(120, verbosity=1), 120)
-    steps = [line for line in lines if line.startswith("step")]
-    assert [line.split()[1] for line in steps] == ["50/200", "100/200", "150/200", "200/200", "200/200"]
-    assert all("grad_norm 2.0000" in line for line in steps)
+    lines = program(200, verbosity=1).end()
+    rows = [line for line in lines if line.startswith("step ") and "loss" in line]
+    assert [line.split()[1] for line in rows] == ["50/200", "100/200", "150/200", "200/200"]
+    assert all("grad_norm 2.0000" in line for line in rows)
+
+
+def test_quiet_is_quiet_on_a_terminal_too():
+    terminal = program(verbosity=-1)
+    assert terminal.end() == [
+        "a message of the log", "a line from elsewhere", "result  accuracy 82.3%", "next    moeflow eval outputs/x",
+        "after the end", "",
+    ]  # fmt: skip
+    assert b"\x1b[" not in terminal.received.replace(b"\x1b[1m", b"").replace(b"\x1b[0m", b"")
+
+
+def test_no_color_takes_the_colors_and_leaves_the_view():
+    terminal = program(changes={"NO_COLOR": "1"})
+    assert len(blocks(terminal.end())) == 1
+    assert not re.search(rb"\x1b\[[0-9;]*3[0-9]m", terminal.received)
+    assert b"\x1b[J" in terminal.received
+    colored = program()
+    colored.end()
+    assert re.search(rb"\x1b\[[0-9;]*3[0-9]m", colored.received)
+
+
+def test_a_dumb_terminal_gets_plain_lines():
+    terminal = program(changes={"TERM": "dumb"})
+    lines = terminal.end()
+    assert b"\x1b" not in terminal.received
+    assert [line.split()[1] for line in lines if line.startswith("step")] == ["50/200", "100/200", "150/200", "200/200"]
+
+
+def test_a_terminal_without_unicode_gets_ascii():
+    terminal = program(changes={"PYTHONIOENCODING": "ascii"})
+    lines = terminal.end()
+    assert terminal.received.isascii()
+    assert lines[blocks(lines)[0] + 4 :][:2] == [
+        "blocks.5.mlp     ====  busiest 1.0x the mean",
+        "blocks.7.mlp     #.==  busiest 2.0x the mean, dead: 1",
+    ]
+
+
+WAITING = """
+    import sys
+    from moeflow.train.progress import Progress
+    progress = Progress(100, clock=iter(range(10**6)).__next__)
+    print("before")
+    for step in range(1, 101):
+        progress.update(step, {"loss": 1.0 / step}, {"moe": [1, 2, 0, 5]})
+        if step % 20 == 0:
+            progress.event(f"event {step}")
+            print("waiting", step, file=sys.stderr)
+            sys.stdin.readline()
+    progress.close()
+"""
+
+
+def test_a_window_that_changes_its_size_keeps_one_view():
+    terminal = Program([sys.executable, "-c", textwrap.dedent(WAITING)], environment())
+    for step, (columns, rows) in zip((20, 40, 60, 80, 100), [(50, 24), (120, 30), (33, 12), (100, 8), (80, 24)]):
+        terminal.read(lambda step=step: f"waiting {step}" in terminal.screen.lines)
+        # The view is drawn anew below the line that went above it.
+        terminal.read(lambda: len(blocks(terminal.screen.lines)) == 1 and terminal.screen.lines[-1] == "")
+        time.sleep(0.1)
+        terminal.resize(columns, rows)
+        terminal.enter()
+    lines = terminal.end()
+    assert len(blocks(lines)) == 1
+    assert [line for line in lines if line.startswith(("before", "event", "waiting"))] == [
+        "before", *(f"{word} {step}" for step in (20, 40, 60, 80, 100) for word in ("event", "waiting"))
+    ]  # fmt: skip
+    assert lines[blocks(lines)[0] :][1:] == [
+        "loss 0.0100",
+        f"loss             {lines[blocks(lines)[0] + 2].split()[1]}  1 .. 0.01",
+        "moe              \u2583\u2585\u00b7\u2588  busiest 2.5x the mean, dead: 2",
+        "",
+    ]
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_in_a_real_run_leaves_the_view_and_the_way_on(tmp_path):
+    words = [
+        "train",
+        "+recipe=cifar_tutorial_moe",
+        *TINY,
+        "launch.processes=1",
+        "parallel.ep=1",
+        f"run.dir={tmp_path}/run",
+    ]
+    argv = [sys.executable, "-m", "moeflow", *words, "trainer.max_steps=100000", "data.augment=false"]
+    terminal = Program(argv, {**environment(), "OMP_NUM_THREADS": "1"})
+    terminal.read(lambda: any(line.startswith("loss  ") for line in terminal.screen.lines), timeout_s=60)
+    os.killpg(terminal.process.pid, signal.SIGINT)
+    lines = terminal.end(60)
+    assert terminal.process.returncode == 130
+    assert len(blocks(lines)) == 1
+    start = blocks(lines)[0]
+    assert any(line.startswith("SIGINT: saving after this step") for line in lines[:start])
+    assert any(line.startswith("network.experts") or "busiest" in line for line in lines[start:])
+    assert any(line.startswith("next     moeflow resume") for line in lines[start:])
+    assert terminal.received.count(b"\x1b[?") == 0
 
 
 def piped(verbosity: int = 0, rank: int = 0, **changes: str) -> tuple[list[str], str]:
