@@ -149,3 +149,48 @@ def test_what_a_rank_keeps():
         assert all(abs(state - 2 * whole / 4) < 0.03 * whole for _, _, _, state in found), name
         kept = {parameters for _, _, parameters, _ in found}
         assert kept == {rank} if name == "zero" else all(abs(n - whole / 4) < 0.03 * whole for n in kept)
+
+
+def norms(stage, ep):
+    """The norm of one gradient: ours, and DeepSpeed's own."""
+    from moeflow.parallel.engines import deepspeed
+
+    plain = deepspeed.deepspeed_config
+
+    def measuring(*arguments):
+        settings = plain(*arguments)
+        settings["zero_optimization"].pop("compute_grad_norm", None)
+        return settings
+
+    deepspeed.deepspeed_config = measuring
+    config = config_of({"engine": "deepspeed", "zero_stage": stage, "ep": ep}, optim=OptimConfig(clip_norm=None))
+    accelerator, topology = join(config)
+    session = open_session(config, accelerator, topology)
+    engine = make_engine(
+        config, accelerator, topology, session.part, lambda model, split: build_optimizer(model, config.optim, split)
+    )
+    tokens = torch.randint(0, 8, (8, 16), generator=torch.Generator().manual_seed(0))
+    with engine.micro_batch(last=True):
+        engine.backward(engine.model(tokens.chunk(topology["dp"].size)[topology["dp"].rank]).square().mean())
+    theirs = None
+    if stage == 0:
+        from deepspeed.runtime.utils import clip_grad_norm_
+
+        theirs = clip_grad_norm_(session.model.parameters(), max_norm=1e9)
+    ours, _ = engine.step()
+    theirs = engine.engine.optimizer._global_grad_norm if theirs is None else theirs
+    leave()
+    return float(ours), float(theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_deepspeeds_own_norm_is_ours_but_for_stage_0(stage, world):
+    """Stage 0 averages the norms of ranks that hold different experts: why the engine clips by itself."""
+    (alone, same) = run_ranks(norms, 1, stage, 1, timeout=60, init=False)[0]
+    assert same == pytest.approx(alone, rel=1e-6)
+    for ours, theirs in run_ranks(norms, world, stage, 2, timeout=60, init=False):
+        assert ours == pytest.approx(alone, rel=1e-6)
+        assert (theirs == pytest.approx(alone, rel=1e-6)) == (stage > 0)

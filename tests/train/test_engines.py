@@ -106,3 +106,14 @@ def test_without_deepspeed_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ConfigError, match=r"DeepSpeed cannot be imported.*\n.*moeflow\[deepspeed\]"):
         import_deepspeed(torch.device("cpu"))
+
+
+def test_an_old_deepspeed_is_named(monkeypatch):
+    import torch
+
+    deepspeed = pytest.importorskip("deepspeed", reason='DeepSpeed is not installed: pip install "moeflow[deepspeed]"')
+    from moeflow.parallel.engines.deepspeed import import_deepspeed
+
+    monkeypatch.setattr(deepspeed, "__version__", "0.19.0")
+    with pytest.raises(ConfigError, match=r"DeepSpeed 0\.19\.0 is too old: moeflow needs 0\.19\.8"):
+        import_deepspeed(torch.device("cpu"))

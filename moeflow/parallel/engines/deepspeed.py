@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from packaging.version import Version
 from torch import Tensor, nn
 
 from moeflow.errors import CheckpointError, ConfigError
@@ -44,6 +45,8 @@ from moeflow.schema import RunConfig
 from moeflow.schema.engines import deepspeed_config
 
 EXPERTS = "moeflow_experts"
+# The first with all that the engine asks of ZeRO's pieces.
+OLDEST = "0.19.8"
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -66,6 +69,11 @@ def import_deepspeed(device: torch.device) -> Any:
         ) from error
     if "DS_LOG_LEVEL" not in os.environ:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if Version(deepspeed.__version__) < Version(OLDEST):
+        raise ConfigError(
+            f"DeepSpeed {deepspeed.__version__} is too old: moeflow needs {OLDEST} or newer",
+            f'pip install "deepspeed>={OLDEST}" --no-build-isolation',
+        )
     # It calls collectives by names that torch is about to change: nothing that a user of moeflow can mend.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\..* is deprecated", category=FutureWarning)
     return deepspeed
