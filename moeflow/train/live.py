@@ -36,6 +36,7 @@ class LiveBlock:
     def __init__(self, stream: TextIO, console: Console):
         self._stream, self._console = stream, console
         self._lock = threading.RLock()
+        self._process = os.getpid()
         self._lines: list[Text] = []
         self._drawn: list[int] = []  # columns of each line that stands on the screen
         self._put_back: list[Callable[[], Any]] = []
@@ -71,6 +72,11 @@ class LiveBlock:
 
     def above(self, text: str) -> None:
         """Print whole lines above the block."""
+        if os.getpid() != self._process:
+            # A forked data worker: the block is its parent's, and so may the lock be.
+            self._stream.write(text)
+            self._stream.flush()
+            return
         with self._lock:
             self._write(text)
 

@@ -19,6 +19,8 @@ ROWS = (*PHASES, OTHER)
 
 _NODE = "autograd::engine::evaluate_function"
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
+# FSDP's hooks: parameters are gathered, gradients reduced.
+_SYNC = ("FSDP::",)
 # Operators that tell their phase by their name, where nothing else does.
 _OPERATORS = {
     "moeflow::gate": "gate",
@@ -142,6 +144,8 @@ def _named_phase(name: str, parent: str) -> str | None:
         return REST if mark == BACKWARD else mark if mark in PHASES else None
     if name.startswith(_OPTIMIZER):
         return "optimizer"
+    if name.startswith(_SYNC):
+        return "gradient sync"
     if name.startswith(_EXPERTS):
         return "experts"
     if parent in (REST, OTHER):

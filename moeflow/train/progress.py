@@ -16,7 +16,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -78,6 +78,12 @@ class Progress:
         """Print (label, text) pairs, aligned."""
         if self.verbosity >= 0:
             self._pairs(lines)
+
+    def remember(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Take the rows that a resumed run logged before into the curves."""
+        if self._terminal and self._speaks and self.verbosity >= 0:
+            for row in rows:
+                self._view.add(row)
 
     def update(
         self, step: int, row: Mapping[str, Any] | None = None, loads: Mapping[str, Sequence[int]] | None = None

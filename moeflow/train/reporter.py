@@ -14,7 +14,7 @@ from moeflow.logging import rank as rank_of_process
 from moeflow.parallel.topology import Topology
 from moeflow.schema import RunConfig
 from moeflow.train.expert_log import ExpertLog
-from moeflow.train.metrics import MetricsLog
+from moeflow.train.metrics import JSONL, MetricsLog, read_rows
 from moeflow.train.moe_metrics import Loads
 from moeflow.train.progress import Progress, format_metrics
 from moeflow.train.trackers import TrackedRun, Trackers
@@ -61,6 +61,8 @@ class Reporter:
             config.trainer.max_steps, start_step=resume_step or 0, verbosity=verbosity(), rank=rank
         )
         self.run_dir = Path(run_dir)
+        if resume_step and rank == 0:
+            self.terminal.remember(read_rows(self.run_dir / JSONL))
         self._summary: dict[str, Any] | None = None
         self._mark = time.perf_counter()
         self._units = 0

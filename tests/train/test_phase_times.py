@@ -82,6 +82,12 @@ def test_operators_without_marks_tell_by_their_names():
     assert times.backward_s == pytest.approx({"combine": 0.001, "experts": 0.003, "rest of the model": 0.006})
 
 
+def test_fsdp_marks_its_own_exchange():
+    gather = Range("FSDP::all_gather (blocks.0)", 1e3, 4e3)
+    times = add_up([step(0, 10e3), Range("moeflow/rest of the model", 0, 10e3), gather])
+    assert times.forward_s == pytest.approx({"rest of the model": 0.007, "gradient sync": 0.003})
+
+
 def test_kernels_count_for_the_phase_that_started_them():
     times = add_up([step(0, 10e3), Range("moeflow/gate", 0, 1e3), Range("aten::mm", 0, 500, device_us=4e3)])
     assert times.device_s == pytest.approx({"gate": 0.004})
@@ -100,6 +106,16 @@ def test_a_layer_shows_all_its_phases_forward_and_backward():
     assert named <= set(times.backward_s)
     total = sum(times.forward_s.values()) + sum(times.backward_s.values())
     assert total == pytest.approx(times.step_s, rel=1e-6)
+
+
+def test_a_compiled_layer_is_still_one_graph_while_somebody_profiles():
+    torch._dynamo.reset()
+    layer = MoELayer(8, 4, 16, "naive")
+    x = torch.randn(12, 8)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for again in range(2):
+        with phases.marks() if again else contextlib.nullcontext():
+            torch.testing.assert_close(compiled(x), layer(x))
 
 
 def test_marks_are_the_same_empty_context_while_nobody_profiles():

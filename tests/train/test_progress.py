@@ -265,3 +265,14 @@ def test_numbers_are_short_and_odd_ones_readable():
         "1:01:01",
         "1d 01:01:01",
     ]
+
+
+def test_curves_of_a_resumed_run_begin_with_its_first_row(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    progress = Progress(10, start_step=2, stream=stream)
+    progress.remember(iter([{"step": 1, "loss": 8.0}, {"step": 2, "loss": 4.0}]))
+    progress.update(3, {"loss": 2.0})
+    progress.close()
+    assert "8 .. 2" in stream.getvalue()
