@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from moeflow import MoELayer
-from moeflow.compat.deepspeed_moe import parameter_groups, spread
+from moeflow.compat.deepspeed_moe import spread
 
 CONFIG = {
     "train_batch_size": 64,
@@ -47,8 +47,8 @@ def main() -> None:
     device = torch.device(get_accelerator().current_device_name())
     with torch.device("meta"):
         model = Block()
-    part = spread(model, ep=min(world, 2), seed=0, device=device)
-    optimizer = torch.optim.AdamW(parameter_groups(part), lr=3e-3)
+    experts = spread(model, ep=min(world, 2), seed=0, device=device)
+    optimizer = torch.optim.AdamW(experts.parameter_groups(), lr=3e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
     generator = torch.Generator().manual_seed(0)
     for step in range(100):

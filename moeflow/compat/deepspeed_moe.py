@@ -1,8 +1,8 @@
 """For those who come from DeepSpeed: its checkpoints, and experts spread over the ranks in a script for it.
 
     load(folder)                     what DeepSpeed-MoE saved, as a state dict for a network with `MoELayer`s
-    spread(model, ep=N)              this rank's part of such a network, for `deepspeed.initialize` (see
-    parameter_groups(part)           docs/examples/deepspeed_moe.py)
+    spread(model, ep=N)              this rank's part of such a network, for `deepspeed.initialize`; see
+                                     docs/examples/deepspeed_moe.py
 
 A checkpoint of DeepSpeed-MoE has one file of the dense part, and one for each expert of each MoE layer.
 
@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 
 from moeflow.errors import CheckpointError
-from moeflow.parallel.engines.script import parameter_groups, spread
+from moeflow.parallel.engines.script import Spread, spread
 
-__all__ = ["is_checkpoint", "load", "parameter_groups", "spread"]
+__all__ = ["Spread", "is_checkpoint", "load", "spread"]
 
 _DENSE = "mp_rank_00_model_states.pt"
 _EXPERT_FILE = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")

@@ -78,6 +78,17 @@ def zero_stage(config: RunConfig) -> int:
     return _number(_at(given, "zero_optimization.stage"), 1)
 
 
+def describe_engine(config: RunConfig) -> str:
+    """The engine, and what it cuts, in a few words."""
+    if config.parallel.engine == "fsdp":
+        return "fsdp: parameters, gradients and optimizer state cut over dp, those of experts over edp"
+    if config.parallel.engine == "ddp":
+        return "ddp: whole parameters, gradients and optimizer state on each rank"
+    cut = ("nothing", "optimizer state", "gradients and optimizer state")
+    stage = zero_stage(config)
+    return f"deepspeed, ZeRO-{stage}: {cut[stage]} cut{' over dp, those of experts over edp' if stage else ''}"
+
+
 def engine_problems(config: RunConfig, dp: int | None) -> Iterator[Found]:
     """What the engine of a configuration cannot do: (what is wrong, what mends it).
 

@@ -12,6 +12,7 @@ from moeflow.models.flops import count_parameters
 from moeflow.ops import backend
 from moeflow.parallel.environment import detect
 from moeflow.parallel.parallelize import moe_layers
+from moeflow.schema.engines import describe_engine
 from moeflow.train.launch import OWN_START
 from moeflow.train.session import Session
 
@@ -33,6 +34,7 @@ def banner(session: Session, run_dir: str | Path, resumed_step: int | None) -> l
         ("device", _device(session)),
         ("processes", _processes(layout.world)),
         ("layout", layout.describe()),
+        *([("engine", describe_engine(config))] if config.parallel.engine != "ddp" else []),
         ("precision", config.precision.dtype),
         ("ops", _ops(session.device.type)),
         ("model", f"{config.model.name}: {total:,} parameters, {active:,} active per token; {here:,} on rank 0"),

@@ -14,6 +14,7 @@ from moeflow.errors import ResourceError
 from moeflow.parallel.parallelize import moe_layers
 from moeflow.parallel.topology import Topology
 from moeflow.schema import RunConfig
+from moeflow.schema.engines import zero_stage
 
 _MEND = (
     "fewer experts (model.num_experts) or smaller ones, experts over more processes (parallel.ep), a smaller "
@@ -21,8 +22,8 @@ _MEND = (
 )
 #: How torch words a failed allocation, in lower case.
 _SIGNS = ("allocate memory", "not enough memory", "out of memory", "size calculation overflowed")
-#: fp32 copies of each parameter that training keeps: the value, its gradient, the optimizer's moments.
-_COPIES = {"adamw": 4, "sgd": 3}
+#: fp32 copies of each parameter that the optimizer keeps beside the value and its gradient.
+_MOMENTS = {"adamw": 2, "sgd": 1}
 
 
 def check_room(model: nn.Module, config: RunConfig, topology: Topology, device: torch.device, training: bool) -> None:
@@ -40,8 +41,10 @@ def check_room(model: nn.Module, config: RunConfig, topology: Topology, device: 
     Raises:
         ResourceError: gives both numbers.
     """
-    copies = _COPIES[config.optim.name] if training else 1
-    needed = 4 * copies * _least_parameters(model, topology)
+    dense, experts = _least_parameters(model, topology)
+    layout = topology.layout
+    over_dp, over_edp = (_copies(config, layout.size(axis)) if training else 1 for axis in ("dp", "edp"))
+    needed = 4 * (dense * over_dp + experts * over_edp)
     room, where = _room(device)
     if device.type == "cpu":
         # All ranks of this machine draw on it.
@@ -55,11 +58,22 @@ def check_room(model: nn.Module, config: RunConfig, topology: Topology, device: 
         )
 
 
-def _least_parameters(model: nn.Module, topology: Topology) -> int:
-    """Parameters on a rank if all were cut as far as the layout allows."""
+def _copies(config: RunConfig, ranks: int) -> float:
+    """fp32 copies of each parameter on a rank while it trains, where `ranks` ranks hold the parameter."""
+    moments = _MOMENTS[config.optim.name]
+    if config.parallel.engine == "fsdp":
+        return max(1.0, (2 + moments) / ranks)  # whole while the model is built, in pieces after that
+    if config.parallel.engine == "deepspeed" and zero_stage(config):
+        value = 0.5 if config.precision.dtype == "bf16" else 1.0
+        return value + (2 + moments) / ranks  # pieces have the value in fp32 once more
+    return 2.0 + moments
+
+
+def _least_parameters(model: nn.Module, topology: Topology) -> tuple[int, int]:
+    """Dense and expert parameters on a rank if all were cut as far as the layout allows."""
     experts = sum(parameter.numel() for layer in moe_layers(model).values() for parameter in layer.experts.parameters())
     dense = sum(parameter.numel() for parameter in model.parameters()) - experts
-    return experts // (topology["ep"].size * topology["etp"].size) + dense // topology["tp"].size
+    return dense // topology["tp"].size, experts // (topology["ep"].size * topology["etp"].size)
 
 
 def _room(device: torch.device) -> tuple[int, str]:

@@ -6,6 +6,7 @@ import tempfile
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from moeflow import MoELayer
@@ -25,12 +26,11 @@ class Net(nn.Module):
 
 
 def build(ep, num_experts=4):
-    from moeflow.compat.deepspeed_moe import parameter_groups, spread
+    from moeflow.compat.deepspeed_moe import spread
 
     with torch.device("meta"):
         net = Net(num_experts)
-    part = spread(net, ep)
-    return part, parameter_groups(part, weight_decay=0.1)
+    return spread(net, ep)
 
 
 def trained(stage, ep):
@@ -38,12 +38,11 @@ def trained(stage, ep):
     import deepspeed
 
     deepspeed.init_distributed("gloo", dist_init_required=False)
-    part, groups = build(ep)
+    experts = build(ep)
+    part, groups = experts.part, experts.parameter_groups()
     before = {name: p.detach().clone() for name, p in part.model.named_parameters()}
     config = {"train_batch_size": 8, "zero_optimization": {"stage": stage}, "steps_per_print": None}
     config |= {"zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
-    for group in groups:
-        group["weight_decay"] = 0.0
     engine = deepspeed.initialize(model=part.model, optimizer=torch.optim.SGD(groups, lr=1.0), config=config)[0]
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).chunk(engine.dp_world_size)[engine.global_rank]
     engine.backward(engine(x).square().mean())
@@ -61,7 +60,8 @@ def groups_of(ep):
     import deepspeed
 
     deepspeed.init_distributed("gloo", dist_init_required=False)
-    part, groups = build(ep)
+    experts = build(ep)
+    part, groups = experts.part, experts.parameter_groups(weight_decay=0.1)
     names = {id(p): name for name, p in part.model.named_parameters()}
     return [(g["name"], g["moe"], g["weight_decay"], sorted(names[id(p)] for p in g["params"])) for g in groups]
 
@@ -88,7 +88,32 @@ def test_a_step_is_that_of_one_process(stage, ep, world):
 @pytest.mark.distributed
 def test_deepspeeds_own_save_is_refused_rather_than_incomplete():
     _, said = run_ranks(trained, 2, 2, 2, timeout=120)[0]
-    assert said is not None and "model_tensors" in said
+    assert said is not None and "tensors()" in said
+
+
+def checkpointed(folder, ep, save):
+    """Parameters on this rank after a save of other values than the initial ones, or after a load."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", dist_init_required=False)
+    experts = build(ep)
+    if save:
+        with torch.no_grad():
+            for parameter in experts.part.model.parameters():
+                parameter.mul_(2.0).add_(1.0)
+        dcp.save(experts.tensors(), checkpoint_id=folder)
+    else:
+        dcp.load(experts.tensors(), checkpoint_id=folder)
+    return {name: p.detach().clone() for name, p in experts.part.model.named_parameters()}
+
+
+@pytest.mark.distributed
+def test_what_two_ranks_saved_one_process_loads(tmp_path):
+    saved = run_ranks(checkpointed, 2, str(tmp_path), 2, True, timeout=120)
+    (loaded,) = run_ranks(checkpointed, 1, str(tmp_path), 1, False, timeout=120)
+    for name, value in loaded.items():
+        wanted = torch.cat([rank[name] for rank in saved]) if ".experts." in name else saved[1][name]
+        assert value.equal(wanted), name
 
 
 def too_many(ep):
