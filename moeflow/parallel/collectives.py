@@ -119,6 +119,48 @@ def receive(tensor: Tensor, source: int, group: Group) -> Tensor:
     return tensor
 
 
+class Pending:
+    """Transfers under way; keeps their memory until they are awaited."""
+
+    def __init__(self, works: list[dist.Work], tensors: list[Tensor], group: Group, shape: tuple[int, ...]):
+        self._works, self._tensors, self._group, self._shape = works, tensors, group, shape
+
+    def wait(self) -> None:
+        """Until all have come; on a GPU, later work of the current stream waits in place of the host."""
+        with watched("exchange of rows in chunks", self._group, self._shape):
+            for work in self._works:
+                work.wait()
+        self._works, self._tensors = [], []
+
+
+def start(outgoing: dict[int, Tensor], incoming: dict[int, Tensor], group: Group, tag: int) -> Pending:
+    """Start to send and receive tensors, and go on.
+
+    Args:
+        outgoing: group rank -> contiguous tensor; must not change before the end.
+        incoming: group rank -> contiguous tensor to fill.  Empty tensors are left out, on both sides.
+        group: of the ranks.
+        tag: keeps apart what is under way at once; starts of one tag are met in order.
+    """
+    process_group = group.process_group
+    sends = [(tensor, group.ranks[rank]) for rank, tensor in outgoing.items() if tensor.numel()]
+    receives = [(tensor, group.ranks[rank]) for rank, tensor in incoming.items() if tensor.numel()]
+    tensors = [tensor for tensor, _ in (*sends, *receives)]
+    shape = tuple(tensors[0].shape) if tensors else ()
+    works: list[dist.Work] = []
+    with watched("start of an exchange in chunks", group, shape):
+        if tensors and tensors[0].device.type == "cuda":
+            # One launch for all of them, on NCCL's own stream.
+            ops = [dist.P2POp(dist.isend, tensor, rank, process_group) for tensor, rank in sends]
+            ops += [dist.P2POp(dist.irecv, tensor, rank, process_group) for tensor, rank in receives]
+            works = list(dist.batch_isend_irecv(ops))
+        else:
+            started = [dist.irecv(tensor, rank, process_group, tag) for tensor, rank in receives]
+            started += [dist.isend(tensor, rank, process_group, tag) for tensor, rank in sends]
+            works = [work for work in started if work is not None]
+    return Pending(works, tensors, group, shape)
+
+
 def batch_mean(local_mean: Tensor, group: Group) -> Tensor:
     """Mean over the ranks in value, the own term alone in gradient.
 
@@ -224,3 +266,18 @@ def gather_rows(rows_RD: Tensor, counts: Sequence[int], group: Group) -> Tensor:
 def scatter_rows(rows_RD: Tensor, counts: Sequence[int], group: Group) -> Tensor:
     """Sum over the ranks of their rows [sum(counts), D], each rank getting its own: [counts[own rank], D]."""
     return rows_RD if group.size == 1 else _ScatterRows.apply(rows_RD, counts, group)
+
+
+def exchange(values: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """All-to-all of uneven parts along the first dimension, ordered by source.  No gradient."""
+    return values if group.size == 1 else _all_to_all(values, send, receive, group)
+
+
+def all_gather_flat(part: Tensor, group: Group) -> Tensor:
+    """Parts [N, ...] of one shape from all ranks, one after another: [size * N, ...].  No gradient."""
+    if group.size == 1:
+        return part
+    whole = part.new_empty(group.size * part.shape[0], *part.shape[1:])
+    with watched("all-gather", group, part.shape):
+        dist.all_gather_into_tensor(whole, part.contiguous(), group=group.process_group)
+    return whole
