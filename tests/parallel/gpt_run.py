@@ -28,11 +28,13 @@ STEPS = 20
 def config_of(parallel: dict, **more) -> RunConfig:
     """Two layers of each kind, four experts, top-2, load-balance loss on, dropless, clipping."""
     model = {"num_layers": 4, "d_model": 32, "num_heads": 4, "d_hidden": 32, "num_experts": 4, "moe_every": 2}
-    gate = {"load_balance_coef": 0.05, "load_balance_scope": "sequence", **more.pop("gate", {})}
+    gate = more.pop("gate", {})
+    if isinstance(gate, dict):
+        gate = NaiveGateConfig(**{"load_balance_coef": 0.05, "load_balance_scope": "sequence", **gate})
     return RunConfig(
         run=RunSection(seed=3),
         model=GPTConfig(**{**model, **more.pop("model", {})}),
-        gate=NaiveGateConfig(**gate),
+        gate=gate,
         parallel=ParallelConfig(**parallel),
         data=TextData(source="synthetic", seq_len=16, batch_size=more.pop("batch_size", 16)),
         optim=more.pop("optim", OptimConfig(lr=3e-3, clip_norm=0.5)),

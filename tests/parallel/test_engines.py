@@ -8,6 +8,7 @@ import torch
 from moeflow.parallel.engines import make_engine
 from moeflow.parallel.prepare import leave
 from moeflow.schema import OptimConfig, PrecisionConfig
+from moeflow.schema.gate import CosineGateConfig
 from moeflow.train.optim import build_optimizer
 from moeflow.train.session import join, open_session
 from tests.distributed import run_ranks
@@ -35,6 +36,8 @@ SLOW = [
     (2, {"engine": "fsdp"}, {}),
     (3, {"engine": "fsdp"}, {"batch": 12}),  # experts that three ranks cannot cut stay whole
     (4, {"engine": "fsdp", "ep": 4}, {}),
+    (2, {**ZERO, "zero_stage": 2}, {"gate": CosineGateConfig()}),  # has a parameter that is one number
+    (4, {"engine": "fsdp", "ep": 2}, {"gate": CosineGateConfig()}),
 ]
 
 

@@ -105,7 +105,7 @@ def register_groups(topology: Topology) -> None:
 
 
 def _initialize(config: dict[str, Any], model: nn.Module, optimizer: Any, has_experts: bool, zero: bool) -> Any:
-    """What deepspeed.initialize does for a plain model, with two answers changed."""
+    """What deepspeed.initialize does for a plain model, with three things changed."""
     import deepspeed
     from deepspeed import comm
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -116,6 +116,9 @@ def _initialize(config: dict[str, Any], model: nn.Module, optimizer: Any, has_ex
             super()._configure_distributed_model(model)
             # DeepSpeed looks for its own MoE class; ours has no such module.
             self.has_moe_layers = has_experts
+
+        def _broadcast_model(self) -> None:
+            """Initial values are the same on all ranks; and DeepSpeed cannot send a parameter that is one number."""
 
         def _do_optimizer_sanity_check(self, optimizer: Any) -> Any:
             # Otherwise ZeRO-1 in bf16 is another class of DeepSpeed's, which clips by itself.

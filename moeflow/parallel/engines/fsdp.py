@@ -4,8 +4,8 @@
     expert parameters   are cut over ep already; here over edp too, with gradients summed and divided by dp
 
 Experts are cut along a dimension of their matrices and not along the experts, of which a rank may hold a single one.
-Parameters without a dimension that edp divides, and all experts where edp is 1, stay whole on their rank, and their
-gradients are reduced here.
+Parameters without a dimension that edp divides, all experts where edp is 1, and single numbers stay whole on their
+rank, and their gradients are reduced here.
 """
 
 from __future__ import annotations
@@ -60,7 +60,11 @@ class FullySharded(Engine):
             # Of the fused steps DTensor knows Adam's alone.
             for group in self.optimizer.param_groups:
                 group.update(fused=False, foreach=True)
-        self.whole = [p for p in self.parameters.values() if p.requires_grad and not isinstance(p, DTensor)]
+        #: Parameters that were not cut, by the axis that their gradients are reduced over.
+        self.whole: dict[str, list[nn.Parameter]] = {"dp": [], "edp": []}
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                self.whole[part.sharding[name].data_axis].append(parameter)
 
     # --- cutting -----------------------------------------------------------------------------------------------------
 
@@ -69,7 +73,7 @@ class FullySharded(Engine):
         device = self.accelerator.device.type
         dense, experts = _mesh(self.topology["dp"], device), _mesh(self.topology["edp"], device)
         low, full = self._policies()
-        ignored: set[nn.Parameter] = set()
+        ignored = {parameter for parameter in model.parameters() if parameter.ndim == 0}
         for module in model.modules():
             if not isinstance(module, Experts) or not list(module.parameters()):
                 continue
@@ -125,20 +129,22 @@ class FullySharded(Engine):
         (loss * self.loss_scale()).backward()
 
     def step(self) -> tuple[Tensor, bool]:
-        topology = self.topology
-        for parameter in self.whole:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        whole = [p.grad for p in self.whole if p.grad is not None]
-        reduce_flat(whole, topology["edp"], 1.0 / topology["dp"].size)
+        topology, device = self.topology, self.accelerator.device
         cut = [p.grad.to_local() for p in self.parameters.values() if isinstance(p.grad, DTensor)]
-        # Each piece lies on one rank of dp; experts that are whole lie on every rank of edp.
-        device = self.accelerator.device
-        squares = squares_of(cut, device) + squares_of(whole, device) / topology["edp"].size
+        grads, squares = list(cut), squares_of(cut, device)
+        for axis, parameters in self.whole.items():
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            whole = [p.grad for p in parameters if p.grad is not None]
+            reduce_flat(whole, topology[axis], 1.0 / topology["dp"].size)
+            grads += whole
+            # A piece lies on one rank of dp; what is whole, on as many as its axis has.
+            squares = squares + squares_of(whole, device) / topology[axis].size
         norm = collectives.all_reduce(squares, topology["dp"]).sqrt().float()
         taken = math.isfinite(norm.item())
         if taken and self.config.optim.clip_norm is not None:
-            torch._foreach_mul_(cut + whole, clip_coefficient(self.config.optim.clip_norm, norm))
+            torch._foreach_mul_(grads, clip_coefficient(self.config.optim.clip_norm, norm))
         if taken:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -160,8 +166,6 @@ class FullySharded(Engine):
         """The tensor with its place in the whole model."""
         if not isinstance(tensor, DTensor):
             return self.placements.describe(name, tensor)
-        if tensor.ndim == 0:
-            return tensor.full_tensor()
         cut_over_ep = self.part.sharding[name].shards
         if not cut_over_ep:
             return tensor
