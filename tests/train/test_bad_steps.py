@@ -103,10 +103,21 @@ def test_steps_that_are_done_again_are_listed_once(tmp_path):
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 4, 6]
 
 
-def test_a_checkpoint_before_any_good_step_goes_on(tmp_path):
-    run_ranks(poisoned, 1, str(tmp_path), {}, 1, {1}, "nan", 0, timeout=60, init=False)
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [
+        (1, {}),
+        pytest.param(2, {"ep": 2, "engine": "deepspeed", "zero_stage": 0}, marks=pytest.mark.slow),
+        pytest.param(2, {"ep": 2, "engine": "deepspeed", "zero_stage": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"ep": 2, "engine": "fsdp"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_before_any_good_step_goes_on(tmp_path, world, parallel):
+    run_ranks(poisoned, world, str(tmp_path), parallel, 1, {1}, "nan", 0, timeout=60, init=False)
     assert all(key.startswith("model/") for key in saved_tensors(tmp_path, 1))
-    (summary,) = run_ranks(poisoned, 1, str(tmp_path), {}, 3, set(), "nan", 0, True, timeout=60, init=False)
+    arguments = (str(tmp_path), parallel, 3, set(), "nan", 0, True)
+    summary, *_ = run_ranks(poisoned, world, *arguments, timeout=60, init=False)
     assert (summary["step"], summary["bad_steps"]) == (3, 1)
     assert any(key.startswith("optimizer/") for key in saved_tensors(tmp_path, 3))
 
