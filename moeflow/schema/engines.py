@@ -124,12 +124,8 @@ def engine_problems(config: RunConfig, dp: int | None) -> Iterator[Found]:
             "optimizer state along, which this engine has cut.",
             "parallel.engine=ddp, or balance.placement=false",
         )
-    if config.balance.shadow and parallel.engine == "fsdp":
-        yield (
-            "parallel.engine=fsdp cannot do balance.shadow=true: experts that are cut over edp are not whole when "
-            "their shadows are made.",
-            "parallel.engine=deepspeed or ddp, or balance.shadow=false",
-        )
+    if parallel.engine == "fsdp" and dp is not None and dp > parallel.ep:
+        yield from _whole_experts_needed(config, dp)
     if config.precision.dtype == "fp16":
         yield (
             f"parallel.engine={parallel.engine} has no loss scaling that leaves a step out on all ranks alike, and "
@@ -138,6 +134,21 @@ def engine_problems(config: RunConfig, dp: int | None) -> Iterator[Found]:
         )
     if parallel.engine == "deepspeed":
         yield from _deepspeed_problems(config, dp)
+
+
+def _whole_experts_needed(config: RunConfig, dp: int) -> Iterator[Found]:
+    """What takes experts apart, and so cannot be where FSDP has cut them."""
+    wants = [("balance.shadow", config.balance.shadow, "true", "false")]
+    overlap: Any = getattr(config, "overlap", None)
+    if overlap is not None:
+        wants.append(("overlap.chunks", overlap.chunks != "1", overlap.chunks, "1"))
+    for key, wanted, value, without in wants:
+        if wanted:
+            yield (
+                f"parallel.engine=fsdp cannot do {key}={value} here: each expert is cut over edp="
+                f"{dp // config.parallel.ep} ranks, and it needs whole ones.",
+                f"parallel.ep={dp}, parallel.engine=ddp, or {key}={without}",
+            )
 
 
 def _deepspeed_problems(config: RunConfig, dp: int | None) -> Iterator[Found]:

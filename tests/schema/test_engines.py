@@ -156,9 +156,15 @@ def test_the_frozen_configuration_holds_the_text(tmp_path):
     assert list(engine_problems(frozen, 2)) == []
 
 
-@pytest.mark.parametrize(("engine", "key"), [("deepspeed", "placement"), ("fsdp", "placement"), ("fsdp", "shadow")])
-def test_balance_that_an_engine_cannot_do(engine, key):
-    words = [*BASE, "parallel.ep=2", f"balance.{key}=true"]
+@pytest.mark.parametrize(
+    ("engine", "ep", "key"), [("deepspeed", 2, "placement"), ("fsdp", 2, "placement"), ("fsdp", 2, "shadow")]
+)
+def test_balance_that_an_engine_cannot_do(engine, ep, key):
+    words = [*BASE, "launch.processes=4", f"parallel.ep={ep}", f"balance.{key}=true"]
     with pytest.raises(ConfigError, match=f"cannot do balance.{key}=true"):
         compose([*words, f"parallel.engine={engine}"])
     compose(words)
+
+
+def test_experts_that_fsdp_leaves_whole_may_have_shadows():
+    compose([*BASE, "parallel.ep=2", "balance.shadow=true", "parallel.engine=fsdp"])
