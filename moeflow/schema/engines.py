@@ -259,6 +259,8 @@ def deepspeed_config(config: RunConfig, dp: int, parameters: int) -> dict[str, A
         zero_allow_untested_optimizer=True,
     )
     given.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
+    # DeepSpeed adds bf16 gradients up in bf16 by default; the other engines do it in fp32.
+    given.setdefault("communication_data_type", "fp32")
     given.setdefault("steps_per_print", None)
     return given
 

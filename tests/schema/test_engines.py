@@ -140,7 +140,7 @@ def test_without_a_file_zero_1():
     config = compose([*ZERO, "precision=bf16"])
     merged = deepspeed_config(config, 2, 100)
     assert merged["zero_optimization"]["stage"] == zero_stage(config) == 1
-    assert merged["bf16"] == {"enabled": True}
+    assert merged["bf16"] == {"enabled": True} and merged["communication_data_type"] == "fp32"
     config.parallel.zero_stage = 0
     assert deepspeed_config(config, 2, 100)["bf16"] == {"enabled": False}
 
