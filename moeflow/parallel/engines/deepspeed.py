@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -108,7 +108,7 @@ def _initialize(config: dict[str, Any], model: nn.Module, optimizer: Any, has_ex
     """What deepspeed.initialize does for a plain model, with three things changed."""
     import deepspeed
     from deepspeed import comm
-    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 
     class _Engine(DeepSpeedEngine):
@@ -129,12 +129,31 @@ def _initialize(config: dict[str, Any], model: nn.Module, optimizer: Any, has_ex
         comm.init_distributed(dist_backend=backend, dist_init_required=False)
         try:
             settings = DeepSpeedConfig(config)
-        except ValueError as error:  # pydantic's too
-            told = "; ".join(line.strip() for line in str(error).splitlines() if line.startswith(" "))
-            raise ConfigError(f"DeepSpeed refuses parallel.ds_config: {told or error}", "correct the file") from error
-        return _Engine(
-            args=None, model=model, optimizer=optimizer, config=config, config_class=settings, dist_init_required=False
-        )
+        except (ValueError, AssertionError, DeepSpeedConfigError) as error:  # pydantic's is a ValueError
+            raise ConfigError(f"DeepSpeed refuses parallel.ds_config: {_said(error)}", "correct the file") from error
+        with _local_rank():
+            return _Engine(
+                None, model, optimizer=optimizer, config=config, config_class=settings, dist_init_required=False
+            )
+
+
+def _said(error: Exception) -> str:
+    """What is wrong with a configuration: each key and its fault, where the error tells them apart."""
+    if not hasattr(error, "errors"):
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+
+
+@contextlib.contextmanager
+def _local_rank() -> Iterator[None]:
+    """Set LOCAL_RANK, which DeepSpeed asks for, inside the block: a process that nobody launched has none."""
+    given = os.environ.get("LOCAL_RANK")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ["LOCAL_RANK"]
 
 
 class DeepSpeed(Engine):
@@ -211,8 +230,12 @@ class DeepSpeedPlain(DeepSpeed):
 class DeepSpeedZero(DeepSpeed):
     """Stages 1 and 2: each rank steps its piece of the fp32 values, and parameters are gathered from the pieces."""
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
+    def __init__(
+        self, config: RunConfig, accelerator: Accelerator, topology: Topology, part: Part, build: OptimizerBuilder
+    ):
+        # What is not trained has no fp32 piece, and DeepSpeed casts it too.
+        self.frozen = {n: p.detach().clone() for n, p in part.model.named_parameters() if not p.requires_grad}
+        super().__init__(config, accelerator, topology, part, build)
         self.zero = self.engine.optimizer
         self.global_names = global_names(self.part.model, self.names.values())
         self.fragments = [self._fragments(number) for number in range(len(self.zero.bit16_groups))]
@@ -267,9 +290,11 @@ class DeepSpeedZero(DeepSpeed):
 
     def _rest(self) -> Tensors:
         """Buffers, and parameters that are not trained, in fp32."""
-        trained = {f"{state.MODEL}/{name}" for name in self.global_names.values()}
-        everything = state.model_tensors(self.part.model, self.placements)
-        return {key: tensor for key, tensor in everything.items() if key not in trained}
+        described = {name: self.placements.describe(name, value) for name, value in self.frozen.items()}
+        return {
+            **state.persistent_buffers(self.part.model),
+            **{f"{state.MODEL}/{name}": tensor for name, tensor in described.items()},
+        }
 
     def load(self, read: Callable[[Tensors], None], optimizer: bool) -> None:
         if optimizer:
@@ -294,6 +319,8 @@ class DeepSpeedZero(DeepSpeed):
                 else:
                     value.fill_(self._one_value(fragments, key, whole[number, key]))
         self.zero.update_lp_params()
+        for name, value in self.frozen.items():
+            self.part.model.get_parameter(name).detach().copy_(value)
 
     def _one_value(self, fragments: Fragments, key: str, own: dict[str, Tensor]) -> float:
         """The value that all parameters of a group share, as a count of steps is."""
