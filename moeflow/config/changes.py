@@ -28,6 +28,7 @@ FREE: dict[str, str] = {
     "tracker.*": "other trackers from now on",
     "launch.*": "other processes, devices, threads or time limits",
     "parallel.*": "another layout of the same model; random streams (gate noise, dropout) start anew on it",
+    "overlap.*": "rows travel in another way from now on; same model",
     "balance.*": "load is spread over the ranks in another way from now on; same model",
     "optim.lr": "the schedule is scaled to another peak from now on",
     "optim.weight_decay": "from the next step on",

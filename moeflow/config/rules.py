@@ -127,6 +127,7 @@ def check_rules(config: RunConfig, world: int | None = None) -> Iterator[Problem
     for what, mend in engine_problems(config, processes // dense if processes % dense == 0 else None):
         yield Problem(what, mend or None)
     yield from _check_balance(config)
+    yield from _check_overlap(config)
 
 
 def _check_layout(config: RunConfig, world: int, fixed: bool) -> Iterator[Problem]:
@@ -219,6 +220,33 @@ def _check_balance(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             f"balance.fixed_shadows={show(fixed)}: {outside[0]} is no expert, model.num_experts={experts}.",
             f"numbers from 0 to {experts - 1}",
+        )
+
+
+def _check_overlap(config: RunConfig) -> Iterator[Problem]:
+    overlap, ep = config.overlap, config.parallel.ep
+    chunks = overlap.chunks
+    if chunks != "auto" and not (chunks.isdecimal() and int(chunks) >= 1):
+        yield Problem(
+            f"overlap.chunks={show(chunks)}: must be auto or a whole number from 1 on.", "overlap.chunks=auto"
+        )
+        return
+    if overlap.active and ep == 1:
+        yield Problem(
+            "overlap is about the exchange over an expert-parallel group, and parallel.ep=1 has one rank alone.",
+            f"parallel.ep={_either(_divisors(max(config.model.num_experts, 1))[1:]) or 2}, or overlap=none",
+        )
+        return
+    if chunks.isdecimal() and config.model.num_experts >= ep > 1 and int(chunks) > config.model.num_experts // ep:
+        local = config.model.num_experts // ep
+        yield Problem(
+            f"overlap.chunks={chunks}: a chunk holds whole experts, and each rank has {local} of them.",
+            f"overlap.chunks={local}, or overlap.chunks=auto",
+        )
+    if chunks not in ("1", "auto") and overlap.exchange == "hierarchical":
+        yield Problem(
+            f"overlap.chunks={chunks} with overlap.exchange=hierarchical: chunks travel flat.",
+            "overlap.exchange=flat, or overlap.chunks=1",
         )
 
 

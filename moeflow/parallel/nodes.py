@@ -7,12 +7,14 @@ import socket
 
 import torch
 
+from moeflow.errors import ConfigError
 from moeflow.moe import MoELayer
 from moeflow.moe.gates import TopologyGate
-from moeflow.parallel.collectives import gather_objects
+from moeflow.parallel.collectives import broadcast_object, gather_objects
 from moeflow.parallel.topology import Group
+from moeflow.plan.cost import Grouping
 from moeflow.plan.outgoing import outgoing_share
-from moeflow.plan.profile import DEFAULTS, Profile, default_profile
+from moeflow.plan.profile import DEFAULTS, Profile, default_profile, load_profile
 
 
 def own_node() -> str:
@@ -40,6 +42,40 @@ def place_topology_gate(layer: MoELayer, ep: Group, device: torch.device) -> Non
         # Of the fullest node, so that all ranks have the same limit.
         ranks_per_node = max(node_of_rank.count(node) for node in number.values())
         gate.share = outgoing_share(_profile(device), ranks_per_node, len(number))
+
+
+def own_profile(path: str | None, device: torch.device, world: Group) -> Profile:
+    """Coefficients of the cost model, the same on every rank; collective.
+
+    Args:
+        path: of a file that `moeflow calibrate` wrote; None takes the device's defaults.
+        device: of this rank.
+        world: all ranks; the first one reads the file.
+
+    Raises:
+        ConfigError: the file cannot be read, on every rank.
+    """
+    found: Profile | ConfigError | None = None
+    if world.rank == 0:
+        try:
+            found = _profile(device) if path is None else load_profile(path)
+        except ConfigError as error:
+            found = error
+    found = broadcast_object(found, world)
+    if isinstance(found, ConfigError):
+        raise found
+    assert found is not None
+    return found
+
+
+def grouping_of(names: list[str]) -> Grouping:
+    """Where the ranks of a group stand, from the node of each: as the cost model sees it.
+
+    Ranks that do not fill whole nodes in order are taken as one on each node, which is the slower guess.
+    """
+    places = names.count(names[0])
+    even = names == [names[index // places * places] for index in range(len(names))]
+    return Grouping(len(names), places if even and len(set(names)) * places == len(names) else 1)
 
 
 def _profile(device: torch.device) -> Profile:

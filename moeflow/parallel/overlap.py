@@ -1,14 +1,14 @@
 """Exchange in chunks: rows of one chunk of experts travel while another chunk is computed, forward and backward.
 
-A chunk is a few of the experts of every rank.  All sends are started at once, chunk by chunk; then each chunk is awaited,
-computed, and started on its way home (the schedule of FasterMoE: He et al., PPoPP 2022, section 5, with expert chunks in
-place of its groups of workers).  Five small autograd functions make up the trip:
+A chunk is a few of the experts of every rank.  All sends are started at once, chunk by chunk; then each chunk is
+awaited, computed, and started on its way home (the schedule of FasterMoE: He et al., PPoPP 2022, section 5, with chunks
+of experts in place of its groups of workers).  Five small autograd functions make up the trip:
 
     depart -> arrive, experts, leave (for each chunk) -> home
 
-None of them computes, and where one starts a transfer in the forward pass, it awaits one in the backward pass.  Autograd
-runs the newest ready function first, so the backward pass gets the mirrored schedule by itself: `home` starts the
-gradients of all chunks, and each chunk is awaited, computed and started on its way back.
+None of them computes, and where one starts a transfer in the forward pass, it awaits one in the backward pass.
+Autograd runs the newest ready function first, so the backward pass gets the mirrored schedule by itself: `home` starts
+the gradients of all chunks, and each chunk is awaited, computed and started on its way back.
 
 Every row meets the same products in the same order as without chunks, so the results are the same.
 
@@ -29,8 +29,9 @@ from moeflow.moe import Experts
 from moeflow.parallel import collectives
 from moeflow.parallel.topology import Group
 
-#: Rows of one chunk, ordered by source and then by expert, int64 [W, chunk] rows of each, the experts: outputs.
-Compute = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
+#: Rows of one chunk, ordered by source and then by expert; local experts [first, last + 1) of it; a function from rows
+#: ordered by expert and int64 [chunk] rows of each to the experts' outputs.  Returns outputs in the order of the rows.
+Compute = Callable[[Tensor, tuple[int, int], Callable[[Tensor, Tensor], Tensor]], Tensor]
 
 
 def cut(num_local: int, chunks: int) -> list[tuple[int, int]]:
@@ -44,7 +45,7 @@ def run_chunked(
     experts: Experts,
     rows_RD: Tensor,
     sent: list[list[int]],
-    arrived_WL: Tensor,
+    arrived: list[list[int]],
     chunks: Sequence[tuple[int, int]],
     group: Group,
     compute: Compute,
@@ -55,7 +56,7 @@ def run_chunked(
         experts: of this rank; their parameters are stacked.
         rows_RD: [R, D], ordered by rank and then by expert.
         sent: [W][L] rows for each expert of each rank.
-        arrived_WL: int64 [W, L], rows from each rank for each local expert.
+        arrived: [W][L] rows from each rank for each local expert.
         chunks: from `cut`.
         group: of the ranks.
         compute: runs one chunk that has arrived.
@@ -63,7 +64,7 @@ def run_chunked(
     Returns:
         [R, O] in the order of `rows_RD`.
     """
-    trip = _Trip(group, sent, arrived_WL.tolist(), chunks)
+    trip = _Trip(group, sent, arrived, chunks)
     parts = _pieces(experts, chunks)
     tokens = _Depart.apply(rows_RD, trip)
     homeward = []
@@ -73,7 +74,7 @@ def run_chunked(
             return functional_call(experts, parts[chunk], (rows, counts))
 
         rows = _Arrive.apply(tokens[chunk], trip, chunk)
-        out = compute(rows, arrived_WL[:, first:last], of_chunk)
+        out = compute(rows, (first, last), of_chunk)
         homeward.append(_Leave.apply(out, trip, chunk))
     return _Home.apply(trip, *homeward)
 

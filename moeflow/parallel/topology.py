@@ -6,6 +6,7 @@ few calls whatever the number of ranks.  An axis of size one has no group.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -116,6 +117,19 @@ class Topology:
     def is_main(self) -> bool:
         """Whether this is rank 0, which speaks and writes."""
         return self.rank == 0
+
+
+def subgroup(group: Group, name: str, places: Sequence[int], timeout_s: float) -> Group:
+    """A part of a group; all ranks of that part call it.
+
+    Args:
+        group: the whole.
+        name: of the part, for messages.
+        places: group ranks of the part, ascending; this rank's is one of them.
+        timeout_s: seconds that a collective may take.
+    """
+    ranks = tuple(group.ranks[place] for place in places)
+    return Group(name, ranks, ranks.index(group.ranks[group.rank]), _new_group(name, ranks, timeout_s))
 
 
 def _new_group(name: str, ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup | None:

@@ -6,7 +6,7 @@ metadata of a field).  They import neither torch nor Hydra, so the planner and t
     RunConfig -> run, model, gate, parallel, data, optim, schedule, precision, trainer, checkpoint, tracker, launch, ops
 """
 
-from moeflow.schema.balance import BalanceConfig
+from moeflow.schema.balance import BalanceConfig, OverlapConfig
 from moeflow.schema.data import DATASETS, CifarData, DataConfig, TextData
 from moeflow.schema.gate import (
     GATES,
@@ -48,6 +48,7 @@ __all__ = [
     "NoisyGateConfig",
     "OpsConfig",
     "OptimConfig",
+    "OverlapConfig",
     "ParallelConfig",
     "PrecisionConfig",
     "RunConfig",

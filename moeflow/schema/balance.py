@@ -29,3 +29,22 @@ class BalanceConfig:
     def active(self) -> bool:
         """Whether anything is done at all."""
         return self.shadow or self.placement
+
+
+@dataclass(slots=True)
+class OverlapConfig:
+    """How rows travel to their experts, and what is computed meanwhile."""
+
+    chunks: str = option(
+        "1", "parts of an exchange: the experts of one are computed while another travels; auto: by the cost model"
+    )
+    exchange: str = option(
+        "flat",
+        "a message for each rank, or inside the nodes first and then between them; auto: by the cost model",
+        choices=("auto", "flat", "hierarchical"),
+    )
+
+    @property
+    def active(self) -> bool:
+        """Whether anything but the plain exchange may be used."""
+        return self.chunks != "1" or self.exchange != "flat"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import List, Optional
 
-from moeflow.schema.balance import BalanceConfig
+from moeflow.schema.balance import BalanceConfig, OverlapConfig
 from moeflow.schema.data import DataConfig
 from moeflow.schema.fields import option
 from moeflow.schema.gate import GateConfig
@@ -95,6 +95,7 @@ class RunConfig:
     gate: GateConfig = field(default_factory=GateConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -21,6 +21,8 @@ from moeflow.models.tasks import Task
 from moeflow.ops import backend
 from moeflow.parallel.collectives import gather_objects
 from moeflow.parallel.control import control_group
+from moeflow.parallel.exchange import set_exchange
+from moeflow.parallel.nodes import own_profile
 from moeflow.parallel.parallelize import Part, moe_layers, parallelize
 from moeflow.parallel.pipeline import StageRange, keep_own_layers, own_ranges, stage_ranges
 from moeflow.parallel.prepare import make_accelerator, meeting
@@ -153,6 +155,9 @@ def open_session(config: RunConfig, accelerator: Accelerator, topology: Topology
         keep_own_layers(model, stages)
     check_room(model, config, topology, accelerator.device, training)
     part = parallelize(model, topology, config.run.seed, accelerator.device, config.parallel.sequence_parallel)
+    if config.overlap.active:
+        profile = own_profile(config.balance.profile, accelerator.device, topology["world"])
+        set_exchange(model, topology, config.overlap, profile, config.launch.timeout_s)
     # Streams of noise (dropout, gate noise) differ between ranks that hold different samples.
     torch.manual_seed(config.run.seed + 1 + topology["stage"].rank)
     return Session(config, accelerator, topology, bundle, part, stages, len(ranges) or 1)
