@@ -9,7 +9,7 @@ from setuptools import find_namespace_packages, find_packages, setup
 PATTERNS = {"configs": ["*.yaml"], "recipes": ["*.yaml"], "kernels": ["*.cu", "*.cuh"]}
 
 packages = find_packages(include=["moeflow", "moeflow.*"])
-package_data = {"moeflow": ["py.typed"]}
+package_data = {"moeflow": ["py.typed"], "moeflow.report": ["*.css", "*.js"]}
 for folder, patterns in PATTERNS.items():
     inside = find_namespace_packages(folder, exclude=["*__pycache__*"])
     for name in [f"moeflow.{folder}", *(f"moeflow.{folder}.{inner}" for inner in inside)]:

@@ -35,7 +35,8 @@ MAY_IMPORT = {
     "train": LEAVES | {"ops", "moe", "models", "plan", "parallel", "data"},
     "compat": LEAVES | {"ops", "moe", "models", "plan", "parallel"},
     "config": LEAVES | {"plan"},
-    "cli": LEAVES | {"ops", "moe", "models", "plan", "parallel", "train", "compat", "config"},
+    "report": LEAVES | {"models", "parallel", "train", "config"},
+    "cli": LEAVES | {"ops", "moe", "models", "plan", "parallel", "train", "compat", "config", "report"},
     "__init__": {"moe", "models", "compat"},  # lazily, for the public names
     "__main__": {"cli"},
 }
@@ -53,6 +54,7 @@ DOORS = {
     "tensorboard": ["moeflow.train.trackers"],
     "torch.utils.tensorboard": ["moeflow.train.trackers"],
     "transformers": ["moeflow.compat."],
+    "matplotlib": ["moeflow.report."],
 }
 # Names of torch.distributed that start no communication; the rest is for `parallel` alone.
 PASSIVE = {

@@ -85,7 +85,7 @@ def _after_verb(verb: str, words: list[str], current: str) -> Iterable[Candidate
         return [Candidate(shell) for shell in ("bash", "zsh", "fish")] if not words else []
     if VERBS[verb].usage.startswith("[+recipe=NAME]"):
         return _overrides(words, current, with_recipe=True)
-    if VERBS[verb].usage.startswith("RUN_DIR RUN_DIR"):
+    if VERBS[verb].usage.startswith(("RUN_DIR RUN_DIR", "RUN_DIR ...")):
         return (each for each in _run_dirs(current) if each.word not in words)
     if VERBS[verb].usage.startswith("RUN_DIR"):
         positional = [word for word in words if not word.startswith("-")]

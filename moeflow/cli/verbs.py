@@ -34,6 +34,12 @@ _ALL = (
     Verb("eval", "moeflow.cli.eval", "RUN_DIR [KEY=VALUE ...]", "evaluate a checkpoint of a run"),
     Verb("ls", "moeflow.cli.ls", "[DIR ...]", "list runs with their status, the newest last"),
     Verb("compare", "moeflow.cli.compare", "RUN_DIR RUN_DIR", "whether two runs are bit-equal, and where they part"),
+    Verb(
+        "report",
+        "moeflow.cli.report",
+        "RUN_DIR ...",
+        "one HTML file: curves, loads of experts, layout, configuration",
+    ),
     Verb("generate", "moeflow.cli.generate", "RUN_DIR [--prompt TEXT]", "write text with a run's language model"),
     Verb(
         "check",

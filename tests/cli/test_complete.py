@@ -28,7 +28,7 @@ def words(line: str) -> list[str]:
     ("line", "expected"),
     [
         ("moeflow tra", ["train"]),
-        ("moeflow re", ["resume", "recipes"]),
+        ("moeflow re", ["resume", "report", "recipes"]),
         ("moeflow train gate=s", [f"gate={name}" for name in options("gate") if name.startswith("s")]),
         ("moeflow train +recipe=", [f"+recipe={name}" for name in options("recipe")]),
         ("moeflow train +de", ["+debug="]),
@@ -50,6 +50,7 @@ def words(line: str) -> list[str]:
         ("moeflow recipes --c", ["--copy", "--config-dir"]),
         ("moeflow ls --j", ["--json"]),
         ("moeflow compare --no", ["--no-tensors"]),
+        ("moeflow report --p", ["--png"]),
         ("moeflow nonsense x", []),
         ("moeflow check 'gate=swit", ["gate=switch"]),
         ("moeflow train --config-dir ", []),
