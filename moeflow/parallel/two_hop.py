@@ -75,10 +75,10 @@ class TwoHop:
         rows_RD = ops.regroup(rows_RD, own_NP)
         hop = by_node[rank // places]  # [sender's place, receiver's node, receiver's place]
         here = hop[:, :, rank % places]  # rows that the ranks of this node have for this rank's rail
-        sizes = torch.stack([own_NP.sum(0), here.sum(1)]).tolist()
-        rows_RD = collectives.all_to_all_rows(rows_RD, *sizes, self.node)
+        sent, received = torch.stack([own_NP.sum(0), here.sum(1)]).tolist()
+        rows_RD = collectives.all_to_all_rows(rows_RD, sent, received, self.node)
         # They came by sender's place and then by receiver's node; now the other way about.
         rows_RD = ops.regroup(rows_RD, here)
         arriving = by_node[:, :, rank // places, rank % places]  # [sender's node, sender's place]
-        sizes = torch.stack([here.sum(0), arriving.sum(1)]).tolist()
-        return collectives.all_to_all_rows(rows_RD, *sizes, self.rail)
+        sent, received = torch.stack([here.sum(0), arriving.sum(1)]).tolist()
+        return collectives.all_to_all_rows(rows_RD, sent, received, self.rail)
