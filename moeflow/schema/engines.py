@@ -138,10 +138,11 @@ def engine_problems(config: RunConfig, dp: int | None) -> Iterator[Found]:
 
 def _whole_experts_needed(config: RunConfig, dp: int) -> Iterator[Found]:
     """What takes experts apart, and so cannot be where FSDP has cut them."""
-    wants = [("balance.shadow", config.balance.shadow, "true", "false")]
-    overlap: Any = getattr(config, "overlap", None)
-    if overlap is not None:
-        wants.append(("overlap.chunks", overlap.chunks != "1", overlap.chunks, "1"))
+    chunks = config.overlap.chunks
+    wants = [
+        ("balance.shadow", config.balance.shadow, "true", "false"),
+        ("overlap.chunks", chunks != "1", chunks, "1"),
+    ]
     for key, wanted, value, without in wants:
         if wanted:
             yield (

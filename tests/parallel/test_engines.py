@@ -7,7 +7,7 @@ import torch
 
 from moeflow.parallel.engines import make_engine
 from moeflow.parallel.prepare import leave
-from moeflow.schema import OptimConfig, PrecisionConfig
+from moeflow.schema import OptimConfig, OverlapConfig, PrecisionConfig
 from moeflow.schema.gate import CosineGateConfig
 from moeflow.train.optim import build_optimizer
 from moeflow.train.session import join, open_session
@@ -38,6 +38,8 @@ SLOW = [
     (4, {"engine": "fsdp", "ep": 4}, {}),
     (2, {**ZERO, "zero_stage": 2}, {"gate": CosineGateConfig()}),  # has a parameter that is one number
     (4, {"engine": "fsdp", "ep": 2}, {"gate": CosineGateConfig()}),
+    (4, {**ZERO, "zero_stage": 2}, {"overlap": OverlapConfig(chunks="2")}),
+    (2, {"engine": "fsdp", "ep": 2}, {"overlap": OverlapConfig(chunks="2")}),  # whole experts: edp is 1
 ]
 
 

@@ -166,5 +166,8 @@ def test_balance_that_an_engine_cannot_do(engine, ep, key):
     compose(words)
 
 
-def test_experts_that_fsdp_leaves_whole_may_have_shadows():
-    compose([*BASE, "parallel.ep=2", "balance.shadow=true", "parallel.engine=fsdp"])
+def test_experts_that_fsdp_leaves_whole_may_be_taken_apart():
+    words = [*BASE, "parallel.ep=2", "parallel.engine=fsdp", "overlap.chunks=2"]
+    compose([*words, "balance.shadow=true"])
+    with pytest.raises(ConfigError, match=r"cannot do overlap\.chunks=2 here: each expert is cut over edp=2 ranks"):
+        compose([*words, "launch.processes=4"])
