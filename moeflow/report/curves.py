@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeflow.report.pictures import Chart, Line, Picture
-from moeflow.report.reading import RunData, Series
+from moeflow.report.reading import RunData
 from moeflow.report.thinning import thin
 
 #: Wall-clock time and what is worth nothing as a curve.
 _LEFT_OUT = {"epoch", "time", "time_s", "eta_s", "eval_s"}
-# An evaluation has few points, which get dots.
-_MARKED_UP_TO = 60
+# Figures with few points get dots.
+_MARKED_UP_TO = {True: 60, False: 12}
 
 
 @dataclass(frozen=True)
@@ -175,14 +175,10 @@ def _lines(run: RunData, kind: _Kind, many: bool) -> list[Line]:
                 thin(series),
                 place if many else number,
                 number if not many else (place + 2 * number),
-                _is_sparse(series),
+                len(series.steps) <= _MARKED_UP_TO[name.startswith("eval/")],
             )
         )
     return lines
-
-
-def _is_sparse(series: Series) -> bool:
-    return len(series.steps) <= _MARKED_UP_TO
 
 
 def _label(run: RunData, name: str, kind: _Kind, many: bool) -> str:

@@ -178,7 +178,8 @@ def load_pictures(run: RunData, binned: Binned, many: bool) -> list[Picture]:
             ("entropy_layers", "Gate entropy of each layer", binned.entropy, False),
             ("dropped_layers", "Dropped tokens of each layer", binned.dropped, True),
         ):
-            if np.isfinite(values).any():
+            # Nothing dropped at all is told by the curve.
+            if np.isfinite(values).any() and not (percent and values.max() == 0):
                 caption = ("Share of the choices." if percent else "Nats.") + averaged
                 draw = functools.partial(_draw_layers, binned, values, percent)
                 pictures.append(Picture(f"{key}{suffix}", f"{title}{of}", caption, title, draw))

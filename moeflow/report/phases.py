@@ -90,5 +90,5 @@ def _draw(phases: Phases, palette: Palette) -> Figure:
               edgecolor=palette["paper"], linewidth=0)  # fmt: skip
     axes.invert_yaxis()
     axes.set_xlabel("ms of a step")
-    figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=theme.FONT, labelcolor=palette["ink"])
+    theme.add_legend(figure, palette, ["forward", "backward"])
     return figure

@@ -125,16 +125,7 @@ class Chart:
             axes.set_ylabel(self.unit)
         _limit(axes, self.lines, self.from_zero)
         if len(self.lines) > 1:
-            columns = min(4, len(self.lines))
-            figure.legend(
-                loc="outside upper left",
-                ncols=columns,
-                frameon=False,
-                fontsize=theme.FONT,
-                labelcolor=palette["ink"],
-                handlelength=2.2,
-                columnspacing=1.2,
-            )
+            theme.add_legend(figure, palette, [line.label for line in self.lines])
         return figure
 
     def _tick(self, value: float, _: Any = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -53,11 +54,12 @@ def _layers_of_stages(config: RunConfig, layout: Layout) -> dict[int, Sequence[s
     from moeflow.models import build_model
     from moeflow.parallel.inventory import take_stock
 
-    if getattr(config.model, "vocab_size", 0) is None:
+    shape = copy.copy(config.model)
+    if getattr(shape, "vocab_size", 0) is None:
         # Found in the data when the run began; any number cuts the layers nearly alike.
-        config.model.vocab_size = 256  # type: ignore[attr-defined]
+        shape.vocab_size = 256  # type: ignore[attr-defined]
     with torch.device("meta"):
-        model = build_model(config.model, config.gate)
+        model = build_model(shape, config.gate)
     return {held.pp_rank: held.layers for held in take_stock(model, layout, config.parallel) if held.tp_rank == 0}
 
 

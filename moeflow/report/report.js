@@ -35,6 +35,10 @@
         name.textContent = line.n + " ";
         row.append(name, text(line.y[i], data.percent));
         if (line.lo) row.append(" (" + text(line.lo[i], data.percent) + " to " + text(line.hi[i], data.percent) + ")");
+        // A run that has ended, or an evaluation some way off, is not at this step.
+        if (Math.abs(line.x[i] - step) > 0.02 * (data.x[1] - data.x[0])) {
+          row.append(" at step " + Math.round(line.x[i]).toLocaleString("en"));
+        }
         tip.append(row);
       }
       const at = (left + (step - data.x[0]) / (data.x[1] - data.x[0]) * (right - left)) * scale;

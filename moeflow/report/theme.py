@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,9 +50,15 @@ SOFTWARE = "moeflow report"
 
 @dataclass(frozen=True)
 class Palette:
-    """Names of `COLORS` -> what matplotlib is given."""
+    """Colors of a figure.
+
+    Attributes:
+        values: names of `COLORS` -> what matplotlib is given.
+        title_on_top: whether the figure gets a title of its own.
+    """
 
     values: dict[str, str]
+    title_on_top: bool = False
 
     def __getitem__(self, name: str) -> str:
         return self.values[name]
@@ -63,7 +70,7 @@ class Palette:
 
 #: Markers for the page, and the light colors for files.
 PAGE = Palette({name: f"#0a00{number:02x}" for number, name in enumerate(COLORS)})
-PRINT = Palette({name: light for name, (light, _) in COLORS.items()})
+PRINT = Palette({name: light for name, (light, _) in COLORS.items()}, title_on_top=True)
 
 
 def dashes(number: int) -> Any:
@@ -106,6 +113,21 @@ def style_axes(axes: Any, palette: Palette, grid: bool = True) -> None:
     if grid:
         axes.grid(color=palette["grid"], linewidth=0.7)
         axes.set_axisbelow(True)
+
+
+def add_legend(figure: Figure, palette: Palette, labels: Sequence[str]) -> None:
+    """A legend of all lines of a figure, beside its axes, in as many columns as have room."""
+    longest = max(map(len, labels))
+    figure.legend(
+        # A title takes the room above.
+        loc="outside lower left" if palette.title_on_top else "outside upper left",
+        ncols=max(1, min(len(labels), int(WIDTH / (46 + 0.6 * FONT * longest)))),
+        frameon=False,
+        fontsize=FONT,
+        labelcolor=palette["ink"],
+        handlelength=2.2,
+        columnspacing=1.2,
+    )
 
 
 def to_svg(figure: Figure, label: str, salt: str) -> str:

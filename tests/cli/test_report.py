@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -208,6 +209,20 @@ def test_damaged_and_half_runs(moeflow, here: Path, damage: str, told: str) -> N
     assert told in page
     assert Outline(page).open == []
     assert ("Loss" in titles(page)) == (damage != "empty")
+
+
+def test_what_a_resume_changed_is_told_and_nothing_else(moeflow, small: Path, here: Path) -> None:
+    shutil.copytree(small, "run")
+    config = Path("run/config.yaml").read_text()
+    old = re.sub(r"vocab_size: \d+", "vocab_size: null", config)
+    assert "vocab_size: null" in old
+    Path("run/config.1.yaml").write_text(re.sub(r"max_steps: 60", "max_steps: 30", old))
+    Path("run/config.yaml").write_text(old)
+    assert moeflow("report", "run")[0] == 0
+    page = Path("run/report.html").read_text()
+    (changed,) = re.findall(r"<table><caption>Changed by a resume.*?</table>", page)
+    assert re.findall(r'<th scope="row">(.*?)</th>', changed) == ["trainer.max_steps"]
+    assert "Stage 1: layer" in page
 
 
 def test_a_run_that_goes_on(moeflow, here: Path) -> None:
