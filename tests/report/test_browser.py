@@ -72,6 +72,25 @@ CONTRAST = """(() => {
 
 @needs_browser
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        ("<script>nonsense()</script>", lambda page: any("nonsense is not defined" in error for error in page.errors)),
+        ('<img src="http://127.0.0.1:9/x.png">', lambda page: page.errors),
+        ('<div style="width:500px">wide</div>', lambda page: page.run("document.documentElement.scrollWidth") > 390),
+        ('<p style="color:#aaa">faint</p>', lambda page: page.run(CONTRAST)),
+    ],
+)
+def test_the_checks_catch_a_planted_fault(pages, tmp_path, fault, seen):
+    faulty = tmp_path / "faulty.html"
+    faulty.write_text(pages["one"].read_text().replace("<main>", f"<main>{fault}"))
+    with Page(*PHONE) as page:
+        page.open(faulty)
+        assert seen(page)
+
+
+@needs_browser
+@pytest.mark.slow
 def test_the_pointer_reads_values_and_the_slider_moves_time(pages):
     with Page(*DESKTOP) as page:
         page.open(pages["one"])
