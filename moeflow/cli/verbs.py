@@ -65,6 +65,12 @@ _ALL = (
         "[+recipe=NAME] [KEY=VALUE ...]",
         "propose parallel layouts for a model and a cluster, with predicted time and memory",
     ),
+    Verb(
+        "calibrate",
+        "moeflow.cli.calibrate",
+        "[+recipe=NAME] [KEY=VALUE ...]",
+        "measure what the cost model of plan, balance and overlap goes by",
+    ),
     Verb("recipes", "moeflow.cli.recipes", "[NAME] [--copy DIR]", "list, show and copy recipes"),
     Verb("doctor", "moeflow.cli.doctor", "", "report the environment, what works, and what mends the rest"),
     Verb("completion", "moeflow.cli.completion", "bash|zsh|fish", "print the script that gives the shell completion"),

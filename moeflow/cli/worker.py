@@ -2,6 +2,7 @@
 
 python -m moeflow.cli.worker RUN_DIR [--resume]                            train
 python -m moeflow.cli.worker RUN_DIR --eval CONFIG [--step=N] [--json]     evaluate with a changed configuration
+python -m moeflow.cli.worker FOLDER --calibrate FILE                       measure the cost model's coefficients
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ def _work(argv: list[str]) -> int:
 
             steps = [int(word.partition("=")[2]) for word in argv if word.startswith("--step=")]
             return evaluate_as_rank(load(argv[2]), Path(run_dir), next(iter(steps), None), "--json" in argv)
+        if argv[1:2] == ["--calibrate"]:
+            from moeflow.cli.calibrate import calibrate_as_rank
+
+            return calibrate_as_rank(load(Path(run_dir) / "config.yaml"), Path(argv[2]))
         from moeflow.train.launch import work
 
         return work(load(Path(run_dir) / "config.yaml"), run_dir, resume)

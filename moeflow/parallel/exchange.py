@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from moeflow.errors import ConfigError
@@ -29,7 +30,7 @@ from moeflow.schema.balance import OverlapConfig
 
 logger = get_logger(__name__)
 
-_DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Exchanger:
         return self.choice
 
     def _decided(self, experts: Experts, rows_RD: Tensor, num_rows: int, etp: int, shared: bool) -> Choice:
-        shape = expert_shape(experts, rows_RD, etp)
+        shape = expert_shape(experts, rows_RD.shape[1], rows_RD.dtype, etp)
         num_bytes = num_rows * rows_RD.element_size() * rows_RD.shape[1]
         flat, hops = (even_exchange_s(self.profile, self.grouping, num_bytes, 1.0, two) for two in (False, True))
         asked = self.config.exchange
@@ -123,9 +124,9 @@ class Exchanger:
         )
 
 
-def expert_shape(experts: Experts, rows_RD: Tensor, etp: int) -> ExpertShape:
+def expert_shape(experts: Experts, width: int, row_dtype: torch.dtype, etp: int) -> ExpertShape:
     """Sizes of one expert for the cost model; of other classes than MLPs, those of an MLP with as many parameters."""
-    dtype, width = _DTYPES.get(str(rows_RD.dtype), "fp32"), rows_RD.shape[1]
+    dtype = _DTYPES.get(row_dtype, "fp32")
     if isinstance(experts, MLPExperts):
         hidden, gated = max(1, experts.d_hidden // etp), activation.is_gated(experts.activation)
         return ExpertShape(experts.d_model, hidden, gated, dtype)

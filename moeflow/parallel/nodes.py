@@ -41,7 +41,7 @@ def place_topology_gate(layer: MoELayer, ep: Group, device: torch.device) -> Non
     if gate.share is None:
         # Of the fullest node, so that all ranks have the same limit.
         ranks_per_node = max(node_of_rank.count(node) for node in number.values())
-        gate.share = outgoing_share(_profile(device), ranks_per_node, len(number))
+        gate.share = outgoing_share(default_of(device), ranks_per_node, len(number))
 
 
 def own_profile(path: str | None, device: torch.device, world: Group) -> Profile:
@@ -58,7 +58,7 @@ def own_profile(path: str | None, device: torch.device, world: Group) -> Profile
     found: Profile | ConfigError | None = None
     if world.rank == 0:
         try:
-            found = _profile(device) if path is None else load_profile(path)
+            found = default_of(device) if path is None else load_profile(path)
         except ConfigError as error:
             found = error
     found = broadcast_object(found, world)
@@ -78,7 +78,8 @@ def grouping_of(names: list[str]) -> Grouping:
     return Grouping(len(names), places if even and len(set(names)) * places == len(names) else 1)
 
 
-def _profile(device: torch.device) -> Profile:
+def default_of(device: torch.device) -> Profile:
+    """The default coefficients of a device: by its name, where that is known."""
     if device.type != "cuda":
         return default_profile("cpu")
     name = torch.cuda.get_device_name(device).lower()

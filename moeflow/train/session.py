@@ -5,6 +5,7 @@ configuration -> Accelerator -> topology -> data -> model (this rank's part) -> 
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import dataclass
 from typing import cast
@@ -19,14 +20,16 @@ from moeflow.errors import ConfigError, DataError, MoeflowError
 from moeflow.models import build_model
 from moeflow.models.tasks import Task
 from moeflow.ops import backend
+from moeflow.parallel.balance import Balance
 from moeflow.parallel.collectives import gather_objects
 from moeflow.parallel.control import control_group
-from moeflow.parallel.exchange import set_exchange
+from moeflow.parallel.exchange import expert_shape, set_exchange
 from moeflow.parallel.nodes import own_profile
 from moeflow.parallel.parallelize import Part, moe_layers, parallelize
 from moeflow.parallel.pipeline import StageRange, keep_own_layers, own_ranges, stage_ranges
 from moeflow.parallel.prepare import make_accelerator, meeting
 from moeflow.parallel.topology import Topology
+from moeflow.plan.cost import ExpertShape
 from moeflow.schema import RunConfig
 from moeflow.train.memory import check_room
 
@@ -44,6 +47,7 @@ class Session:
         topology: layout and groups.
         data: training and evaluation sets.
         part: this rank's part of the model, with initial values.
+        balance: of its MoE layers; does nothing unless it was asked for.
         stages: pipeline stages of this rank; empty without a pipeline.
         num_stages: pipeline stages in all.
     """
@@ -53,6 +57,7 @@ class Session:
     topology: Topology
     data: DataBundle
     part: Part
+    balance: Balance
     stages: list[StageRange]
     num_stages: int = 1
 
@@ -155,12 +160,14 @@ def open_session(config: RunConfig, accelerator: Accelerator, topology: Topology
         keep_own_layers(model, stages)
     check_room(model, config, topology, accelerator.device, training)
     part = parallelize(model, topology, config.run.seed, accelerator.device, config.parallel.sequence_parallel)
-    if config.overlap.active:
+    balance = Balance(topology, config.balance)
+    if config.overlap.active or config.balance.active:
         profile = own_profile(config.balance.profile, accelerator.device, topology["world"])
         set_exchange(model, topology, config.overlap, profile, config.launch.timeout_s)
+        balance = Balance.of(model, topology, config.balance, profile, config.precision.dtype)
     # Streams of noise (dropout, gate noise) differ between ranks that hold different samples.
     torch.manual_seed(config.run.seed + 1 + topology["stage"].rank)
-    return Session(config, accelerator, topology, bundle, part, stages, len(ranges) or 1)
+    return Session(config, accelerator, topology, bundle, part, balance, stages, len(ranges) or 1)
 
 
 def _build_data(config: RunConfig, topology: Topology) -> DataBundle:
@@ -231,6 +238,24 @@ def pipeline_microbatches(config: RunConfig) -> int:
     if config.parallel.pp == 1:
         return 1
     return config.parallel.pp_microbatches or config.parallel.pp
+
+
+def expert_of(config: RunConfig, topology: Topology) -> ExpertShape:
+    """Sizes of one expert of the first MoE layer, as a rank of this layout holds it.
+
+    Raises:
+        ConfigError: the model has no MoE layer.
+    """
+    model_config = copy.copy(config.model)
+    if getattr(model_config, "vocab_size", 0) is None:
+        model_config.vocab_size = 256  # type: ignore[attr-defined]  # of no matter to an expert
+    with torch.device("meta"):
+        layers = moe_layers(build_model(model_config, config.gate))
+    if not layers:
+        raise ConfigError(f"model={config.model.name} has no MoE layer", "a recipe with experts")
+    layer = next(iter(layers.values()))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision.dtype, torch.float32)
+    return expert_shape(layer.experts, layer.d_model, dtype, topology["etp"].size)
 
 
 def set_aux_loss_scale(model: nn.Module, scale: float) -> None:
