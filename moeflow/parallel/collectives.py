@@ -278,6 +278,8 @@ def all_gather_flat(part: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return part
     whole = part.new_empty(group.size * part.shape[0], *part.shape[1:])
+    # Another name since torch 2.13, which warns of the old one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     with watched("all-gather", group, part.shape):
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=group.process_group)
+        gather(whole, part.contiguous(), group=group.process_group)
     return whole

@@ -26,6 +26,7 @@ from moeflow.parallel.shared_memory import SharedRows
 from moeflow.parallel.topology import Group, Topology
 
 if TYPE_CHECKING:
+    from moeflow.parallel.balancer import Balancer
     from moeflow.parallel.exchange import Exchanger
     from moeflow.parallel.two_hop import TwoHop
 
@@ -88,6 +89,7 @@ class RankDispatcher:
         self._may_share = topology.shared_memory
         self._shared: SharedRows | None = None
         self.exchanger: Exchanger | None = None
+        self.balancer: Balancer | None = None
 
     def split_tokens(self, x: Tensor) -> tuple[Tensor, float]:
         if not self._share_out:
@@ -107,6 +109,8 @@ class RankDispatcher:
         return self._from_experts(unmerged(rows_RD, state.merge, self.etp), state)
 
     def run(self, experts: Experts, rows_RD: Tree, tokens_per_expert_E: Tensor) -> Tree:
+        if self.balancer is not None:
+            return self.balancer.run(self, experts, rows_RD, tokens_per_expert_E)
         return self.through(experts, rows_RD, self.way(leaves(rows_RD)[0], tokens_per_expert_E))
 
     def through(self, experts: Experts, rows_RD: Tree, way: Way) -> Tree:

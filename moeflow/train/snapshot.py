@@ -1,7 +1,7 @@
 """What a checkpoint holds of a training run, and how it is put back.
 
 tensors   parameters, buffers and optimizer state, by global name: any layout reads them
-local     random generators of one rank: exact on the same layout, drawn anew on another
+local     random generators of one rank, and what balances its experts: exact on the same layout, drawn anew on another
 meta      step, samples seen, metrics, layout
 """
 
@@ -23,6 +23,9 @@ from moeflow.train.shelf import resume_command
 from moeflow.train.whole import WEIGHTS_ONLY
 
 logger = get_logger(__name__)
+
+# In the local state of a rank.
+BALANCE = "balance"
 
 
 class Snapshot:
@@ -58,7 +61,8 @@ class Snapshot:
         if not self.engine.optimizer.state:
             meta[WEIGHTS_ONLY] = True  # every step so far was left out
         wait = not config.checkpoint.background
-        store.save(step, self.engine.tensors(), _random_state(), meta, wait=wait, keep=keep)
+        local = {**_random_state(), BALANCE: self.session.balance.state()}
+        store.save(step, self.engine.tensors(), local, meta, wait=wait, keep=keep)
 
     def load(self, store: CheckpointStore, step: int, other_data: bool = False) -> dict[str, Any]:
         """Read a checkpoint into the model, the optimizer and the random generators; collective.
@@ -83,7 +87,9 @@ class Snapshot:
             logger.info("the checkpoint holds parameters alone: the optimizer starts anew")
         self.engine.load(partial(store.load, step, verify=False), optimizer=not meta.get(WEIGHTS_ONLY))
         if meta.get("layout") == self._layout():
-            _set_random_state(store.load_local(step))
+            local = store.load_local(step)
+            _set_random_state(local)
+            self.session.balance.load_state(local.get(BALANCE, {}))
         else:
             logger.info("the checkpoint is of another layout: random generators start anew")
         return meta

@@ -175,6 +175,7 @@ class Trainer:
             return output
         self.bad_steps.good()
         after_step(self.session.model, partial(collectives.all_reduce, group=self.topology["stage"]))
+        self.session.balance.end_step()
         return output
 
     def _leave_out(self, output: StepOutput) -> None:
@@ -224,6 +225,7 @@ class Trainer:
             "grad_norm": output.norm.item(),
             "epoch": self.step * self.config.data.batch_size / len(self.session.data.train),
             **moe,
+            **self.session.balance.metrics(),
         }
 
     def _evaluate(self, reporter: Reporter) -> bool:

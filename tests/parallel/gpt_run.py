@@ -69,6 +69,7 @@ def train(parallel: dict, steps: int = STEPS, **more) -> tuple[list[float], list
     losses, norms = [], []
     for _ in range(steps):
         output = stepper.step(batches)
+        session.balance.end_step()
         here = not session.stages or session.stages[-1].last
         sums = {"loss": torch.stack([output.loss, torch.ones(())])} if here else {}
         losses.append(batch_means(session, sums)["loss"])

@@ -1,0 +1,124 @@
+"""Balance of all MoE layers of this rank's part of a model, over a run: what `moeflow.parallel.balancer` decides in a
+step, and what changes between steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from moeflow.errors import ConfigError
+from moeflow.parallel import collectives
+from moeflow.parallel.balancer import Balancer
+from moeflow.parallel.dispatcher import RankDispatcher
+from moeflow.parallel.exchange import expert_shape
+from moeflow.parallel.nodes import grouping_of, own_node
+from moeflow.parallel.parallelize import moe_layers
+from moeflow.parallel.topology import Topology
+from moeflow.plan.profile import Profile
+from moeflow.schema import BalanceConfig
+
+State = dict[str, Any]
+_MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Balance:
+    """The balancers of a model's MoE layers; without any, all of it does nothing.
+
+    Attributes:
+        balancers: by the layer's name.
+    """
+
+    def __init__(self, topology: Topology, config: BalanceConfig, device: torch.device | None = None):
+        self.topology, self.config, self.device = topology, config, device
+        self.balancers: dict[str, Balancer] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module, topology: Topology, config: BalanceConfig, profile: Profile, dtype: str) -> Balance:
+        """Give every MoE layer of this rank's part its balancer; every rank calls it.
+
+        Args:
+            model: this rank's part.
+            topology: of this rank.
+            config: what was asked for.
+            profile: coefficients, the same on all ranks.
+            dtype: `precision.dtype`.
+
+        Raises:
+            ConfigError: experts that cannot be brought to other ranks.
+        """
+        device = next((p.device for p in model.parameters()), None)
+        found, ep, etp = cls(topology, config, device), topology["ep"], topology["etp"]
+        if not config.active or ep.size == 1:
+            return found
+        grouping = grouping_of(collectives.gather_objects(own_node(), ep))
+        for name, layer in moe_layers(model).items():
+            _check(name, layer.experts)
+            assert isinstance(layer.dispatcher, RankDispatcher), "ep > 1"
+            own = next(layer.experts.parameters()).dtype
+            shape = expert_shape(layer.experts, layer.d_model, _MIXED.get(dtype, own), etp.size)
+            balancer = Balancer(config, profile, shape, grouping, layer.num_experts)
+            layer.dispatcher.balancer = found.balancers[name] = balancer
+        return found
+
+    def end_step(self) -> None:
+        """After an optimizer step that was taken."""
+        for balancer in self.balancers.values():
+            balancer.end_step()
+
+    def metrics(self) -> dict[str, float]:
+        """What was done in the last step; every rank must call it.
+
+        Returns:
+            balance/imbalance_before, balance/imbalance: rows of the busiest rank over the mean, each expert's on its own
+            rank, and as they were computed; mean over the layers.
+            balance/shadowed: experts, mean over the layers.
+            balance/migrations: experts that changed their rank since the last call, summed over the layers.
+            balance/bytes_sent: by a rank in the mean, of rows and shadows, forward and backward of one micro-batch,
+            summed over the layers.
+            balance/predicted_s: seconds of the layers that the cost model predicts for the same.
+            Empty without balance.
+        """
+        if not self.config.active or self.topology["ep"].size == 1:
+            return {}
+        stage = self.topology["stage"]
+        own = []
+        for balancer in self.balancers.values():
+            if balancer.done is not None:
+                names, values = zip(*balancer.metrics().items(), strict=True)
+                mean = (
+                    collectives.all_reduce(torch.tensor(values, dtype=torch.float64, device=self.device), stage)
+                    / stage.size
+                )
+                own.append(dict(zip(names, mean.tolist(), strict=True)))
+        rows = [row for part in collectives.gather_objects(own, self.topology["pp"]) for row in part]
+        totals = {name: sum(row[name] for row in rows) for name in (rows[0] if rows else ())}
+        mean_of = ("imbalance_before", "imbalance", "shadowed")
+        return {f"balance/{name}": total / len(rows) if name in mean_of else total for name, total in totals.items()}
+
+    def state(self) -> State:
+        """What a resumed run of the same layout needs of this rank, as JSON; empty without balance."""
+        return {name: balancer.state() for name, balancer in self.balancers.items()}
+
+    def load_state(self, state: State) -> None:
+        """Take it back; layers that it does not hold start anew."""
+        for name, balancer in self.balancers.items():
+            if name in state:
+                balancer.load_state(state[name])
+
+
+def _check(name: str, experts: Any) -> None:
+    parameters = list(experts.parameters())
+    if not experts.stacked or any(True for _ in experts.buffers()):
+        raise ConfigError(
+            f"balance: the experts of {name} are modules of their own or hold buffers, and cannot be brought to other "
+            "ranks",
+            "balance=none, or experts that are all of one class without buffers",
+        )
+    if not parameters or len({parameter.dtype for parameter in parameters}) > 1:
+        raise ConfigError(
+            f"balance: the experts of {name} must have parameters, all of one dtype",
+            "balance=none, or parameters of one dtype",
+        )
