@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moeflow.report.phases import measured_layers
 from moeflow.report.pictures import Chart, Line, Picture
 from moeflow.report.reading import RunData
 from moeflow.report.thinning import thin
@@ -28,6 +29,7 @@ class _Kind:
     note: str = ""
     percent: bool = False
     from_zero: bool = False
+    labels: tuple[str, ...] = ()
 
 
 _TRAINING = (
@@ -72,11 +74,28 @@ _EXPERTS = (
         from_zero=True,
     ),
 )
+_BALANCE = (
+    _Kind(
+        "balance_imbalance",
+        "Imbalance of the ranks",
+        ("balance/imbalance", "balance/imbalance_before"),
+        "busiest / mean rows",
+        "Rows of the busiest rank over the mean, as they were computed, and as they would have been without balance.",
+        labels=("with balance", "without"),
+    ),
+    _Kind("balance_shadowed", "Shadowed experts", ("balance/shadowed",), "experts", "Mean over the layers.",
+          from_zero=True),
+    _Kind("balance_migrations", "Experts that changed their rank", ("balance/migrations",), "experts",
+          "Since the logged step before, summed over the layers.", from_zero=True),
+    _Kind("balance_bytes", "Bytes sent by a rank", ("balance/bytes_sent",), "bytes",
+          "Rows and shadows of one micro-batch, forward and backward, summed over the layers.", from_zero=True),
+)  # fmt: skip
+_ALL = (*_TRAINING, *_EXPERTS, *_BALANCE)
 
 
 def training_pictures(runs: Sequence[RunData]) -> list[Picture]:
     """Loss, accuracy, learning rate, throughput and whatever else of training and evaluation was logged."""
-    known = {name for kind in (*_TRAINING, *_EXPERTS) for name in kind.names}
+    known = {name for kind in _ALL for name in kind.names}
     others = [name for name in _names(runs) if name not in known and not name.startswith("moe/") and _is_other(name)]
     plain = [name for name in others if not name.startswith("eval/")]
     alone = [name for name in others if name.startswith("eval/") and name.removeprefix("eval/") not in plain]
@@ -86,7 +105,7 @@ def training_pictures(runs: Sequence[RunData]) -> list[Picture]:
 
 
 def expert_pictures(runs: Sequence[RunData]) -> list[Picture]:
-    """Imbalance, dropped tokens, entropy, and the auxiliary losses."""
+    """Imbalance, dropped tokens, entropy, auxiliary losses, and what balance at run time did."""
     known = {name for kind in _EXPERTS for name in kind.names}
     names = [name for name in _names(runs) if name.startswith("moe/") and name not in known]
     kinds = [
@@ -94,30 +113,46 @@ def expert_pictures(runs: Sequence[RunData]) -> list[Picture]:
               "Auxiliary loss before its coefficient, mean over the layers.")
         for name in names
     ]  # fmt: skip
-    return _pictures(runs, [*_EXPERTS, *kinds])
+    return _pictures(runs, [*_EXPERTS, *kinds, *_BALANCE])
 
 
 def predicted_names(runs: Sequence[RunData]) -> list[tuple[str, str]]:
-    """(predicted, measured) figures: those whose names differ in that word alone."""
-    names = set(_names(runs))
-    pairs = [(name, name.replace("predicted", "measured")) for name in sorted(names) if "predicted" in name]
-    return [pair for pair in pairs if pair[1] in names]
+    """(predicted, measured) figures: their names differ in that word alone; the second may not have been logged."""
+    return [(name, name.replace("predicted", "measured")) for name in sorted(_names(runs)) if "predicted" in name]
 
 
 def predicted_pictures(runs: Sequence[RunData]) -> list[Picture]:
     """What the cost model predicted beside what was measured."""
+    runs = [_with_measured(run) for run in runs]
+    there = set(_names(runs))
     kinds = [
         _Kind(
-            _file_name(measured),
-            f"{measured}: measured and predicted",
+            _file_name(predicted),
+            "Predicted and measured time of the MoE layers" if predicted == _PREDICTED else f"{predicted} and measured",
             (measured, predicted),
-            "s" if measured.endswith("_s") else "",
-            "The dashed line is what the cost model predicted." + _error_text(runs, predicted, measured),
+            "s" if predicted.endswith("_s") else "",
+            "What the cost model predicted"
+            + (", beside what was measured." if measured in there else "; nothing was measured.")
+            + (_PROFILED if predicted == _PREDICTED else "")
+            + _error_text(runs, predicted, measured),
             from_zero=True,
+            labels=("measured", "predicted"),
         )
         for predicted, measured in predicted_names(runs)
     ]
     return _pictures(runs, kinds)
+
+
+_PREDICTED, _MEASURED = "balance/predicted_s", "balance/measured_s"
+_PROFILED = " One micro-batch, forward and backward; a run with trainer.profile_steps measures it."
+
+
+def _with_measured(run: RunData) -> RunData:
+    """The run with the layers' time from its profiles, where it was predicted."""
+    if _PREDICTED not in run.series or _MEASURED in run.series:
+        return run
+    measured = measured_layers(run)
+    return run if measured is None else replace(run, series=run.series | {_MEASURED: measured})
 
 
 def _error_text(runs: Iterable[RunData], predicted: str, measured: str) -> str:
@@ -182,9 +217,7 @@ def _lines(run: RunData, kind: _Kind, many: bool) -> list[Line]:
 
 
 def _label(run: RunData, name: str, kind: _Kind, many: bool) -> str:
-    what = "evaluation" if name.startswith("eval/") else "predicted" if "predicted" in name else ""
+    what = kind.labels[kind.names.index(name)] if kind.labels else "evaluation" if name.startswith("eval/") else ""
     if many:
         return f"{run.letter} {what}".strip()
-    if len(kind.names) > 1:
-        return what or ("measured" if "measured" in name else "training")
-    return kind.title
+    return what or ("training" if len(kind.names) > 1 else kind.title)

@@ -6,15 +6,19 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from moeflow.report import theme
 from moeflow.report.pictures import Picture
-from moeflow.report.reading import RunData
+from moeflow.report.reading import RunData, Series
 from moeflow.report.theme import Palette
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Phases = list[tuple[str, float, float]]
+# Those that the cost model of a layer counts.
+_LAYER = {"dispatch", "all-to-all", "experts", "combine"}
 
 
 def phase_pictures(runs: Sequence[RunData]) -> list[Picture]:
@@ -43,6 +47,21 @@ def phases_of(content: Mapping[str, Any]) -> Phases:
 
 def _mean(ranks: Sequence[Mapping[str, Any]], way: str, name: str) -> float:
     return sum(float(rank[way].get(name, 0.0)) for rank in ranks) / len(ranks)
+
+
+def measured_layers(run: RunData) -> Series | None:
+    """Seconds of the MoE layers in one micro-batch, of each profile: what `balance/predicted_s` predicts."""
+    if run.config is None:
+        return None
+    pipeline = (run.config.parallel.pp_microbatches or run.config.parallel.pp) if run.config.parallel.pp > 1 else 1
+    parts = run.config.trainer.grad_accum * pipeline
+    found = {}
+    for content in run.profiles:
+        seconds = [forward + backward for name, forward, backward in phases_of(content) if name in _LAYER]
+        if seconds and isinstance(content.get("step"), int):
+            found[content["step"]] = sum(seconds) / parts
+    steps = sorted(found)
+    return Series(np.array(steps, np.int64), np.array([found[step] for step in steps])) if steps else None
 
 
 def _picture(run: RunData, content: Mapping[str, Any], phases: Phases, many: bool) -> Picture:

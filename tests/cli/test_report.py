@@ -99,12 +99,15 @@ def test_a_run_with_everything(moeflow, small: Path, here: Path) -> None:
         "Gate entropy",
         "Experts without a token",
         "Load balance loss",
+        "Imbalance of the ranks",
+        "Shadowed experts",
         "Load of each expert in each layer",
         *(f"Experts of blocks.{n}.moe" for n in range(3)),
         "Gate entropy of each layer",
         "Dropped tokens of each layer",
         "Time of a step by phase",
-        "balance/measured_layer_s: measured and predicted",
+        "Predicted and measured time of the MoE layers",
+        "predicted_exchange_s and measured",
     ]
     for text in (
         "moeflow train +recipe=gpt_moe optim.lr=0.002",

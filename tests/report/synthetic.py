@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from moeflow.config.plain import dump
+from moeflow.report.reading import Series
 from moeflow.schema import RunConfig
 from moeflow.schema.gate import SwitchGateConfig
 from moeflow.schema.model import GPTConfig
@@ -85,6 +86,11 @@ def make_long_run(
     return run
 
 
+def series_of(values: dict[int, float]) -> Series:
+    """A series by hand."""
+    return Series(np.array(list(values), np.int64), np.array(list(values.values())))
+
+
 def _row(rng: np.random.Generator, step: int, steps: int) -> dict:
     decay = math.exp(-step / (steps / 6))
     measured = 0.02 + 0.004 * rng.random()
@@ -100,8 +106,12 @@ def _row(rng: np.random.Generator, step: int, steps: int) -> dict:
         "moe/dead": int(rng.integers(0, 3)),
         "moe/entropy": 3.5 + 0.5 * decay,
         "moe/load_balance": 1.0 + decay * rng.random(),
-        "balance/measured_layer_s": measured,
-        "balance/predicted_layer_s": measured * (1 + 0.05 * rng.normal()),
+        "balance/imbalance_before": 1.5 + decay,
+        "balance/imbalance": 1.1 + 0.1 * decay,
+        "balance/shadowed": float(rng.integers(0, 4)),
+        "balance/predicted_s": measured * (1 + 0.05 * rng.normal()),
+        "measured_exchange_s": measured / 3,
+        "predicted_exchange_s": measured / 3 * (1 + 0.05 * rng.normal()),
         "tokens_per_s": 50_000 + 2_000 * rng.normal(),
     }
 
