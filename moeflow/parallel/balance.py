@@ -72,8 +72,8 @@ class Balance:
         """What was done in the last step; every rank must call it.
 
         Returns:
-            balance/imbalance_before, balance/imbalance: rows of the busiest rank over the mean, each expert's on its own
-            rank, and as they were computed; mean over the layers.
+            balance/imbalance_before, balance/imbalance: rows of the busiest rank over the mean, each expert's on
+            its own rank, and as they were computed; mean over the layers.
             balance/shadowed: experts, mean over the layers.
             balance/migrations: experts that changed their rank since the last call, summed over the layers.
             balance/bytes_sent: by a rank in the mean, of rows and shadows, forward and backward of one micro-batch,
