@@ -21,12 +21,13 @@ from moeflow import ops
 from moeflow.logging import get_logger
 from moeflow.moe import MLPExperts
 from moeflow.parallel import collectives
-from moeflow.parallel.nodes import default_of, own_node
+from moeflow.parallel.nodes import default_of, grouping_of, own_node
 from moeflow.parallel.overlap import cut, run_chunked
+from moeflow.parallel.shadow import Message, collect, spread
 from moeflow.parallel.shared_memory import SharedRows
 from moeflow.parallel.topology import Topology
-from moeflow.plan.cost import ExpertShape
-from moeflow.plan.fit import fit_link, fit_products, line
+from moeflow.plan.cost import ExpertShape, group_link
+from moeflow.plan.fit import fit_link, fit_products, fit_tree_growth, line
 from moeflow.plan.profile import Link, Profile
 
 logger = get_logger(__name__)
@@ -35,6 +36,10 @@ REPEATS = 5
 #: Bytes that a rank exchanges, until one exchange takes LONG_S.
 SIZES = tuple(2**power for power in (14, 17, 19, 21, 23, 25))
 LONG_S = 0.5
+#: Most numbers of a shadowed expert that are sent.
+SHADOW_NUMBERS = 2**21
+#: Computation beside which an exchange is timed.
+OVERLAPPED_S = 0.1
 _TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -78,11 +83,10 @@ class _Bench:
             inside=inside,
             between=between,
             shared_nic=shared_nic,
-            # Shadows travel in slices over all links (parallel/shadow.py), whatever the number of ranks.
-            tree_growth=0.0,
         )
         if self.ep.size > 1:
             found = replace(found, chunk_s=self._chunk(), overlap=self._overlap(found))
+            found = replace(found, tree_growth=self._growth(found))
         return collectives.broadcast_object(found, self.world)
 
     # --- time ---------------------------------------------------------------------------------------------------------
@@ -185,9 +189,10 @@ class _Bench:
             times.append(self._seconds(self._exchange(counts)))
             if times[-1] > LONG_S and len(times) > 1:
                 break
-        found = fit_link(sizes, times)
+        # Bandwidth from the largest ones: small messages may slip through buffers that large ones fill.
+        rate = fit_link(sizes[-2:], times[-2:]).bytes_per_s
         # As the model counts messages: the first in full, each next one a tenth.
-        return Link(found.latency_s / (1 + 0.1 * (most - 1)), found.bytes_per_s)
+        return Link(max(0.0, times[0] - sizes[0] / rate) / (1 + 0.1 * (most - 1)), rate)
 
     def _exchange(self, counts: list[int]) -> Callable[[], object]:
         rows = self._rows(sum(counts))
@@ -197,6 +202,20 @@ class _Bench:
         blocks = [[(end - count, end)] for end, count in zip(ends, counts, strict=True)]
         shared, out = self.shared, torch.empty_like(rows)
         return lambda: shared.exchange(rows, blocks, out, blocks)
+
+    def _growth(self, profile: Profile) -> float:
+        """What one shadowed expert costs beyond its bytes over one link: its parameters to all, its gradient back."""
+        ranks = self.ep.size
+        if ranks == 2:
+            return profile.tree_growth  # a tree of two has one level
+        numbers = min(self.shape.parameters, SHADOW_NUMBERS)
+        message = Message(self.ep, (0,), 1, numbers)
+        own = self._rows(1).new_ones(numbers if self.ep.rank == 0 else 0)
+        whole = self._rows(1).new_ones(numbers)
+        times = [self._seconds(lambda: spread(own, message)), self._seconds(lambda: collect(whole, message))]
+        grouping = grouping_of(self.names)
+        link = group_link(profile, ranks, grouping.per_node)
+        return fit_tree_growth([ranks, ranks], times, numbers * own.element_size(), link)
 
     # --- chunks -------------------------------------------------------------------------------------------------------
 
@@ -231,9 +250,16 @@ class _Bench:
         x = self._rows(512)
         counts = torch.full((4,), 128, device=self.device)
 
-        def compute() -> None:
+        def once() -> None:
             with torch.no_grad():
                 experts(x, counts)
+
+        # Long enough that starts and ends do not count.
+        rounds = max(1, min(1000, round(OVERLAPPED_S / self._seconds(once))))
+
+        def compute() -> None:
+            for _ in range(rounds):
+                once()
 
         busy = self._seconds(compute)
         link = profile.between if len(set(self.names)) > 1 else profile.inside
