@@ -53,6 +53,7 @@ class MoELayer(nn.Module):
     Attributes:
         last_stats: `MoEStats` of the last forward pass; None before the first.
         aux_loss_scale: what the main loss is multiplied by before backward; the trainer sets it.
+        places_E: int64 [E + 1], where experts stand among all ranks' if not in the order of their numbers; last -1.
 
     Example:
         >>> layer = MoELayer(d_model=64, num_experts=8, gate="switch")
@@ -93,6 +94,7 @@ class MoELayer(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher()
         self.aux_loss_scale = 1.0
         self.last_stats: MoEStats | None = None
+        self.places_E: Tensor | None = None
 
     def forward(self, x: Tree, token_ids: Tensor | None = None, mask: Tensor | None = None) -> Tree:
         """Route tokens through their experts.
@@ -178,7 +180,8 @@ class MoELayer(nn.Module):
                 policy = self.gate.config.drop_policy
                 ids_TK = ops.limit_by_capacity(ids_TK, self.num_experts, capacity, policy, out.weights_TK)
             self._record(out, ids_TK, context)
-            plan = self._plan(ids_TK, capacity, context)
+            places_TK = ids_TK if self.places_E is None else self.places_E[ids_TK].to(ids_TK.dtype)
+            plan = self._plan(places_TK, capacity, context)
             weights_TK = self.gate.reweigh(out.weights_TK, ids_TK)
         with phase("dispatch"):
             rows_RD = tree_map(lambda leaf: ops.dispatch(leaf, plan), x_TD)

@@ -164,7 +164,8 @@ def open_session(config: RunConfig, accelerator: Accelerator, topology: Topology
     if config.overlap.active or config.balance.active:
         profile = own_profile(config.balance.profile, accelerator.device, topology["world"])
         set_exchange(model, topology, config.overlap, profile, config.launch.timeout_s)
-        balance = Balance.of(model, topology, config.balance, profile, config.precision.dtype)
+        micro_batches = config.trainer.grad_accum * pipeline_microbatches(config)
+        balance = Balance.of(model, topology, config.balance, profile, config.precision.dtype, micro_batches)
     # Streams of noise (dropout, gate noise) differ between ranks that hold different samples.
     torch.manual_seed(config.run.seed + 1 + topology["stage"].rank)
     return Session(config, accelerator, topology, bundle, part, balance, stages, len(ranges) or 1)

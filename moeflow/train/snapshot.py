@@ -62,7 +62,8 @@ class Snapshot:
             meta[WEIGHTS_ONLY] = True  # every step so far was left out
         wait = not config.checkpoint.background
         local = {**_random_state(), BALANCE: self.session.balance.state()}
-        store.save(step, self.engine.tensors(), local, meta, wait=wait, keep=keep)
+        with self.session.balance.at_home(self.engine.optimizer):
+            store.save(step, self.engine.tensors(), local, meta, wait=wait, keep=keep)
 
     def load(self, store: CheckpointStore, step: int, other_data: bool = False) -> dict[str, Any]:
         """Read a checkpoint into the model, the optimizer and the random generators; collective.
@@ -89,7 +90,7 @@ class Snapshot:
         if meta.get("layout") == self._layout():
             local = store.load_local(step)
             _set_random_state(local)
-            self.session.balance.load_state(local.get(BALANCE, {}))
+            self.session.balance.load_state(local.get(BALANCE, {}), self.engine.optimizer)
         else:
             logger.info("the checkpoint is of another layout: random generators start anew")
         return meta

@@ -175,7 +175,7 @@ class Trainer:
             return output
         self.bad_steps.good()
         after_step(self.session.model, partial(collectives.all_reduce, group=self.topology["stage"]))
-        self.session.balance.end_step()
+        self.session.balance.end_step(self.step + 1, self.engine.optimizer)
         return output
 
     def _leave_out(self, output: StepOutput) -> None:

@@ -67,17 +67,18 @@ def train(parallel: dict, steps: int = STEPS, **more) -> tuple[list[float], list
         device=session.device,
     )
     losses, norms = [], []
-    for _ in range(steps):
+    for step in range(1, steps + 1):
         output = stepper.step(batches)
-        session.balance.end_step()
+        session.balance.end_step(step, engine.optimizer)
         here = not session.stages or session.stages[-1].last
         sums = {"loss": torch.stack([output.loss, torch.ones(())])} if here else {}
         losses.append(batch_means(session, sums)["loss"])
         norms.append(output.norm.item())
-    whole = {
-        name: t.full_tensor() if hasattr(t, "full_tensor") else t.clone()
-        for name, t in engine.tensors().items()
-        if name.startswith("model/")
-    }
+    with session.balance.at_home(engine.optimizer):
+        whole = {
+            name: t.full_tensor() if hasattr(t, "full_tensor") else t.clone()
+            for name, t in engine.tensors().items()
+            if name.startswith("model/")
+        }
     leave()
     return losses, norms, whole

@@ -1,14 +1,20 @@
-"""Shadowed experts: a run with them follows the run of one process without, on every kind of layout."""
+"""Shadowed experts, and experts that move: a run with them follows one without, on every kind of layout."""
 
 from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
+import torch
 
+from moeflow.moe import MLPExperts
 from moeflow.moe.gates.base import in_backward
+from moeflow.parallel.balance import Balance
 from moeflow.parallel.balancer import Balancer
-from moeflow.schema import BalanceConfig, PrecisionConfig
+from moeflow.parallel.placement import move_experts, order_of
+from moeflow.parallel.topology import Topology
+from moeflow.schema import BalanceConfig, ParallelConfig, PrecisionConfig
 from tests.distributed import run_ranks
 from tests.parallel import parity
 from tests.parallel.gpt_run import train
@@ -103,3 +109,95 @@ def test_chosen_shadows_and_recomputation(profile, dtype, tolerance):
         assert again == [choice for step in range(10) for choice in reversed(forward[2 * step : 2 * step + 2])]
     assert both[0][2] == both[1][2]
     assert any(both[0][2]) and len(set(both[0][2])) > 2, "the model's choices follow the counts"
+
+
+# --- placement ---
+
+
+def test_orders_keep_what_stays():
+    order = np.array([0, 1, 2, 3, 4, 5])
+    found = order_of(np.array([0, 1, 0, 1, 2, 2]), order, 3)
+    assert found.tolist() == [0, 2, 1, 3, 4, 5]
+    again = order_of(np.array([2, 1, 0, 1, 2, 0]), found, 3)
+    assert again.tolist() == [5, 2, 1, 3, 4, 0]
+
+
+def _moved():
+    """Each tensor of an expert stands where its number says, after moves there and back."""
+    topology = Topology.create(ParallelConfig(ep=2), 30.0)
+    ep, local = topology["ep"], 3
+    experts = MLPExperts(6, 4, 8)
+    experts.shard(ep.rank, 2)
+    optimizer = torch.optim.AdamW(experts.parameters())
+    home = np.arange(6)
+
+    def stamp(tensor, order, plus):
+        for place in range(local):
+            tensor[place] = float(order[ep.rank * local + place] + plus)
+
+    def right(order):
+        pairs = [(p, 0) for p in experts.parameters()]
+        pairs += [(optimizer.state[p][key], plus) for p in experts.parameters() for key, plus in _KEYS]
+        return all(
+            bool((tensor[place] == order[ep.rank * local + place] + plus).all())
+            for tensor, plus in pairs
+            for place in range(local)
+        )
+
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            stamp(parameter, home, 0)
+            optimizer.state[parameter] = {key: torch.empty_like(parameter) for key, _ in _KEYS} | {
+                "step": torch.ones(())
+            }
+            for key, plus in _KEYS:
+                stamp(optimizer.state[parameter][key], home, plus)
+    results, before = [right(home)], home
+    for order in ([3, 1, 2, 0, 4, 5], [5, 4, 3, 2, 1, 0], [1, 0, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]):
+        move_experts(experts, optimizer, before, np.array(order), ep)
+        results.append(right(order))
+        before = np.array(order)
+    return results
+
+
+_KEYS = (("exp_avg", 100), ("exp_avg_sq", 200))
+
+
+@pytest.mark.distributed
+def test_moves_take_the_optimizers_state_along():
+    assert run_ranks(_moved, 2, timeout=40) == [[True] * 5] * 2
+
+
+def _forced_moves(parallel, shadow):
+    """A run in which experts move every third step, whatever it gains."""
+    turn = iter(range(1000))
+
+    def decided(self):
+        # The same on all ranks: a rotation, and then a reversal of the present order.
+        number = next(turn)
+        now = {name: balancer.order_E for name, balancer in self.balancers.items()}
+        return {name: (np.roll(order, 3) if number % 2 else order[::-1]).tolist() for name, order in now.items()}
+
+    Balance._decided = decided
+    balance = BalanceConfig(shadow=shadow, placement=True, interval=3, fixed_shadows=[1, 6] if shadow else None)
+    return train(parallel, model=parity.MODEL, balance=balance)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("world", "parallel", "shadow"),
+    [
+        (2, {"ep": 2}, False),
+        (4, {"ep": 4}, True),
+        pytest.param(4, {"ep": 2}, True, marks=pytest.mark.slow),
+        (4, {"ep": 2, "etp": 2}, True),
+        pytest.param(4, {"pp": 2, "ep": 2}, True, marks=pytest.mark.slow),
+        pytest.param(4, {"tp": 2, "ep": 2}, False, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_that_move_follow_one_process(world, parallel, shadow, alone):
+    for losses, norms, whole in run_ranks(_forced_moves, world, parallel, shadow, timeout=120, init=False):
+        assert losses == pytest.approx(alone[0], rel=1e-5)
+        assert norms == pytest.approx(alone[1], rel=1e-4)
+        for name, value in whole.items():
+            assert (value - alone[2][name]).norm() <= 1e-5 * alone[2][name].norm(), name
