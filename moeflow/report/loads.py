@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 _COLUMNS = 200
 _LEAST_COLUMNS = 20
 _CELLS = 1_000_000
-_FRAMES = 60
+_FRAMES, _LEAST_FRAMES = 60, 12
+_SHADES = 64
 _MOMENTS = 4
 #: Dark blue to yellow, alike to all kinds of color vision; what got nothing at all is vermilion.
 MAP, NOTHING = "cividis", "#d55e00"
@@ -203,7 +204,9 @@ def _colors(values: np.ndarray, top: float) -> np.ndarray:
     import matplotlib
     from matplotlib.colors import to_rgb
 
-    rgb = matplotlib.colormaps[MAP](np.clip(values / top, 0.0, 1.0))[..., :3]
+    # Steps of color that the eye does not tell apart, and that take half as much room.
+    shades = np.round(np.clip(values / top, 0.0, 1.0) * _SHADES) / _SHADES
+    rgb = matplotlib.colormaps[MAP](shades)[..., :3]
     rgb[values == 0] = to_rgb(NOTHING)
     return np.round(255 * rgb).astype(np.uint8)
 
@@ -340,7 +343,8 @@ def player_html(run: RunData, binned: Binned, many: bool) -> str:
     if len({load.shape[1] for load in binned.loads}) != 1 or len(binned.first) < 2:
         return _legend(binned.top)
     rows, experts = len(binned.names), binned.loads[0].shape[1]
-    chosen = np.unique(np.linspace(0, len(binned.first) - 1, _FRAMES).round().astype(int))
+    frames = min(_FRAMES, max(_LEAST_FRAMES, _CELLS // (4 * rows * experts)))
+    chosen = np.unique(np.linspace(0, len(binned.first) - 1, frames).round().astype(int))
     image = np.concatenate([np.stack([load[moment] for load in binned.loads]) for moment in chosen])
     uri = _png(_colors(image, binned.top))
     labels = [_steps(binned, moment) for moment in chosen]

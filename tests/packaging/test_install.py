@@ -17,6 +17,7 @@ from tests.packaging.conftest import PIP, copy_source, run
 def expected_files() -> set[str]:
     """Every file that must be installed, by its path in the wheel."""
     found = {path.relative_to(ROOT) for path in (ROOT / "moeflow").rglob("*.py")} | {Path("moeflow/py.typed")}
+    found |= {path.relative_to(ROOT) for kind in ("*.css", "*.js") for path in (ROOT / "moeflow").rglob(kind)}
     data = {"configs": ["*.yaml"], "recipes": ["*.yaml"], "kernels": ["*.cu", "*.cuh"]}
     for folder, patterns in data.items():
         paths = [path for pattern in ["__init__.py", *patterns] for path in (ROOT / folder).rglob(pattern)]

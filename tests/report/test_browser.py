@@ -126,6 +126,13 @@ def test_a_long_run_makes_a_small_page_soon(tmp_path):
     assert seconds < 20
 
 
+@pytest.mark.slow
+def test_a_very_large_model_makes_a_page_of_the_same_order(tmp_path):
+    """58 layers of 256 experts, as in DeepSeek-V3."""
+    run = make_long_run(tmp_path / "run", steps=500, layers=58, experts=256, ep=64, processes=64)
+    assert len(make_report([RunDir(run.path)]).html.encode()) < 6e6
+
+
 @needs_browser
 @pytest.mark.slow
 def test_a_long_run_opens_at_once(tmp_path):
