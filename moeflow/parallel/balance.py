@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moeflow.errors import ConfigError
-from moeflow.moe import MoELayer
+from moeflow.moe import Experts, MoELayer
 from moeflow.parallel import collectives
 from moeflow.parallel.balancer import Balancer
 from moeflow.parallel.dispatcher import RankDispatcher
@@ -73,7 +73,7 @@ class Balance:
             return found
         grouping = grouping_of(collectives.gather_objects(own_node(), ep))
         for name, layer in moe_layers(model).items():
-            _check(name, layer.experts)
+            check_experts(name, layer.experts)
             assert isinstance(layer.dispatcher, RankDispatcher), "ep > 1"
             own = next(layer.experts.parameters()).dtype
             shape = expert_shape(layer.experts, layer.d_model, _MIXED.get(dtype, own), etp.size)
@@ -178,7 +178,12 @@ class Balance:
                 balancer.load_state(state[name])
 
 
-def _check(name: str, experts: Any) -> None:
+def check_experts(name: str, experts: Experts) -> None:
+    """Refuse experts that cannot be brought to other ranks.
+
+    Raises:
+        ConfigError: they are not stacked, or hold what does not travel.
+    """
     parameters = list(experts.parameters())
     if not experts.stacked or any(True for _ in experts.buffers()):
         raise ConfigError(

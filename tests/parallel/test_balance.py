@@ -8,17 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from moeflow.moe import MLPExperts
+from moeflow.errors import ConfigError
+from moeflow.moe import MLPExperts, MoELayer
 from moeflow.moe.gates.base import in_backward
-from moeflow.parallel.balance import Balance
+from moeflow.parallel.balance import Balance, check_experts
 from moeflow.parallel.balancer import Balancer
 from moeflow.parallel.placement import move_experts, order_of
+from moeflow.parallel.shadow import Message, collect, spread
 from moeflow.parallel.topology import Topology
 from moeflow.schema import BalanceConfig, ParallelConfig, PrecisionConfig
+from moeflow.schema.balance import OverlapConfig
 from tests.distributed import run_ranks
 from tests.parallel import parity
 from tests.parallel.gpt_run import train
 from tests.parallel.parity import Case
+from tests.parallel.small_net import MIXED, Gated
 
 ALL = list(range(parity.NUM_EXPERTS))
 
@@ -168,7 +172,7 @@ def test_moves_take_the_optimizers_state_along():
     assert run_ranks(_moved, 2, timeout=40) == [[True] * 5] * 2
 
 
-def _forced_moves(parallel, shadow):
+def _forced_moves(parallel, shadow, overlap):
     """A run in which experts move every third step, whatever it gains."""
     turn = iter(range(1000))
 
@@ -180,24 +184,63 @@ def _forced_moves(parallel, shadow):
 
     Balance._decided = decided
     balance = BalanceConfig(shadow=shadow, placement=True, interval=3, fixed_shadows=[1, 6] if shadow else None)
-    return train(parallel, model=parity.MODEL, balance=balance)
+    return train(parallel, model=parity.MODEL, balance=balance, overlap=OverlapConfig(chunks=overlap))
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("world", "parallel", "shadow"),
+    ("world", "parallel", "shadow", "overlap"),
     [
-        (2, {"ep": 2}, False),
-        (4, {"ep": 4}, True),
-        pytest.param(4, {"ep": 2}, True, marks=pytest.mark.slow),
-        (4, {"ep": 2, "etp": 2}, True),
-        pytest.param(4, {"pp": 2, "ep": 2}, True, marks=pytest.mark.slow),
-        pytest.param(4, {"tp": 2, "ep": 2}, False, marks=pytest.mark.slow),
+        (2, {"ep": 2}, False, "1"),
+        (2, {"ep": 2, "shared_memory": False}, True, "2"),
+        (4, {"ep": 2, "etp": 2}, True, "1"),
+        pytest.param(4, {"ep": 4}, True, "1", marks=pytest.mark.slow),
+        pytest.param(4, {"ep": 2}, True, "1", marks=pytest.mark.slow),
+        pytest.param(4, {"pp": 2, "ep": 2, "shared_memory": False}, True, "2", marks=pytest.mark.slow),
+        pytest.param(4, {"tp": 2, "ep": 2}, False, "1", marks=pytest.mark.slow),
+        pytest.param(4, {"ep": 2, "etp": 2, "shared_memory": False}, True, "2", marks=pytest.mark.slow),
     ],
 )
-def test_experts_that_move_follow_one_process(world, parallel, shadow, alone):
-    for losses, norms, whole in run_ranks(_forced_moves, world, parallel, shadow, timeout=120, init=False):
+def test_experts_that_move_follow_one_process(world, parallel, shadow, overlap, alone):
+    for losses, norms, whole in run_ranks(_forced_moves, world, parallel, shadow, overlap, timeout=120, init=False):
         assert losses == pytest.approx(alone[0], rel=1e-5)
         assert norms == pytest.approx(alone[1], rel=1e-4)
         for name, value in whole.items():
             assert (value - alone[2][name]).norm() <= 1e-5 * alone[2][name].norm(), name
+
+
+# --- messages ---
+
+
+def _messages(slots, local, numbers, dtype):
+    """What arrives of a message, and what its owners get back of everyone's."""
+    group = Topology.create(ParallelConfig(ep=4), 30.0)["ep"]
+    message = Message(group, slots, local, numbers)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(len(slots), numbers, generator=generator).to(dtype)
+    mine = [index for index, slot in enumerate(slots) if slot // local == group.rank]
+    whole = spread(values[mine].flatten(), message)
+    added = [torch.randn(len(slots), numbers, generator=generator).to(dtype) for _ in range(4)]
+    got = collect(added[group.rank].flatten(), message)
+    total = added[0].float()
+    for other in added[1:]:
+        total = total + other.float()
+    return whole.equal(values.flatten()), got.equal(total[mine].to(dtype).flatten())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("slots", "local", "numbers"), [((5,), 2, 7), ((0, 1, 6), 2, 5), ((0, 1, 2, 3), 1, 6), ((3,), 1, 1)]
+)
+def test_messages_arrive_and_sums_are_in_the_order_of_ranks(slots, local, numbers, dtype):
+    assert run_ranks(_messages, 4, slots, local, numbers, dtype, timeout=40) == [(True, True)] * 4
+
+
+def test_experts_that_cannot_travel_are_refused():
+    layer = MoELayer(16, 4, experts=MIXED)
+    with pytest.raises(ConfigError, match="modules of their own") as caught:
+        check_experts("blocks.0.moe", layer.experts)
+    assert "balance=none" in str(caught.value)
+    with torch.device("meta"):
+        check_experts("blocks.0.moe", MoELayer(16, 4, experts=Gated).experts)
