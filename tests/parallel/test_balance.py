@@ -13,16 +13,18 @@ from moeflow.moe import MLPExperts, MoELayer
 from moeflow.moe.gates.base import in_backward
 from moeflow.parallel.balance import Balance, check_experts
 from moeflow.parallel.balancer import Balancer
+from moeflow.parallel.parallelize import parallelize
 from moeflow.parallel.placement import move_experts, order_of
 from moeflow.parallel.shadow import Message, collect, spread
 from moeflow.parallel.topology import Topology
+from moeflow.plan.profile import default_profile
 from moeflow.schema import BalanceConfig, ParallelConfig, PrecisionConfig
 from moeflow.schema.balance import OverlapConfig
 from tests.distributed import run_ranks
 from tests.parallel import parity
 from tests.parallel.gpt_run import train
 from tests.parallel.parity import Case
-from tests.parallel.small_net import MIXED, Gated
+from tests.parallel.small_net import MIXED, Gated, Net
 
 ALL = list(range(parity.NUM_EXPERTS))
 
@@ -244,3 +246,25 @@ def test_experts_that_cannot_travel_are_refused():
     assert "balance=none" in str(caught.value)
     with torch.device("meta"):
         check_experts("blocks.0.moe", MoELayer(16, 4, experts=Gated).experts)
+
+
+def _own_class(fixed):
+    """Experts of a user's class: output, and the gradients of all parameters, in one pass."""
+    topology = Topology.create(ParallelConfig(ep=2), 30.0)
+    with torch.device("meta"):
+        net = Net("naive", experts="modules")
+    parallelize(net, topology, 0, torch.device("cpu"))
+    config = BalanceConfig(shadow=fixed is not None, fixed_shadows=fixed)
+    Balance.of(net, topology, config, default_profile("cpu"), "fp32")
+    out = net(torch.randn(24, 8, generator=torch.Generator().manual_seed(topology.rank)))
+    out.square().sum().backward()
+    return out.detach(), {name: p.grad for name, p in net.named_parameters()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("fixed", [[3], [0, 1, 2, 3]])
+def test_experts_of_a_users_class(fixed):
+    plain, shadowed = (run_ranks(_own_class, 2, which, timeout=40) for which in (None, fixed))
+    for (out, grads), (found, others) in zip(plain, shadowed, strict=True):
+        assert torch.allclose(found, out, atol=1e-6)
+        assert all(torch.allclose(others[name], grad, atol=1e-5) for name, grad in grads.items())
