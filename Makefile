@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all lint format types lock clean
+.PHONY: help setup train test test-all lint format types docs lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -42,11 +42,14 @@ format: $(READY)  ## mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(READY)  ## build the pages into site/; a warning fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+
 lock: $(READY)  ## resolve constraints.txt anew (needs every supported Python on the PATH)
 	$(BIN)/python .ci/lock.py
 
 clean:  ## remove .venv, build outputs and caches; run folders stay
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './outputs/*' -prune -exec rm -rf {} +
 
 # torch comes first and by itself: nothing after it then has a reason to pull another build of it, and DeepSpeed, which is

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,12 @@ def test_nothing_names_one_machine_or_an_unfinished_place():
             lines = path.read_text(encoding="utf-8").splitlines()
             found += [f"{name}:{n} {line.strip()}" for n, line in enumerate(lines, 1) if private.search(line)]
     assert found == []
+
+
+@pytest.mark.slow
+def test_the_pages_build_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "-q", "-d", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "moeflow.moe.layer.MoELayer" in (tmp_path / "site" / "api" / "layer" / "index.html").read_text()

@@ -55,8 +55,8 @@ def run_chunked(
     Args:
         experts: of this rank; their parameters are stacked.
         rows_RD: [R, D], ordered by rank and then by expert.
-        sent: [W][L] rows for each expert of each rank.
-        arrived: [W][L] rows from each rank for each local expert.
+        sent: for each rank, rows for each of its experts.
+        arrived: for each rank, rows from it for each local expert.
         chunks: from `cut`.
         group: of the ranks.
         compute: runs one chunk that has arrived.
