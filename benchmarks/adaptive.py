@@ -22,6 +22,7 @@ import dataclasses
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -324,6 +325,8 @@ def main() -> None:
         return child(json.loads(options.child))
     if os.geteuid() != 0:
         raise SystemExit("network namespaces need root: sudo python benchmarks/adaptive.py")
+    # So that namespaces and interfaces go when this is told to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     print(f"{date.today()}, {os.cpu_count()} cores of {platform.machine()} for all ranks\n")
     print("| part | routing | Mbit/s | setting | measured ms | predicted ms | off by | against the first | predicted |")
     print("|---|---|---:|---|---:|---:|---:|---:|---:|")

@@ -52,6 +52,27 @@ def test_a_rank_that_does_not_come_is_named():
     assert "did not arrive: 1" in message
 
 
+def one_rank_starts_no_chunk() -> str:
+    topology = join(ep=3)
+    group, rank = topology["ep"], topology.rank
+    if rank == 1:
+        time.sleep(8)
+        return ""
+
+    def exchanged() -> None:
+        rows = {other: torch.ones(4, 2) for other in range(3) if other != rank}
+        collectives.start(rows, {other: torch.empty(4, 2) for other in rows}, group, 0).wait()
+
+    return message_of(exchanged)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_sends_no_chunk_is_named():
+    message = run_ranks(one_rank_starts_no_chunk, 3, timeout=40, init=False)[0]
+    assert "exchange of rows in chunks over the ep group (ranks 0, 1, 2) did not finish" in message
+    assert "did not arrive: 1" in message
+
+
 def ranks_in_different_collectives() -> str:
     topology = join(ep=2)
     other = Topology.create(ParallelConfig(tp=2), 3.0)
