@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import fcntl
 import json
 import os
 import select
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,6 +27,14 @@ FLAGS = [
     "--disable-background-networking",
     "--disable-extensions",
 ]
+# Starts the rest of its words with its first two, descriptors, as 3 and 4: there the browser reads and writes.
+WIRE = """
+import fcntl, os, sys
+high = [fcntl.fcntl(int(each), fcntl.F_DUPFD, 10) for each in sys.argv[1:3]]
+for each, place in zip(high, (3, 4)):
+    os.dup2(each, place)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def find() -> str | None:
@@ -59,15 +67,10 @@ class Page:
         assert program is not None
         words = [program, *FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"]
 
-        def wire() -> None:
-            # The browser reads from descriptor 3 and writes to 4.
-            high = [fcntl.fcntl(each, fcntl.F_DUPFD, 10) for each in (theirs_in, theirs_out)]
-            os.dup2(high[0], 3), os.dup2(high[1], 4)
-
+        # Not a preexec_fn: that one needs 3 and 4 open in this process, and might close the pipe of subprocess itself.
         self._process = subprocess.Popen(
-            words,
-            pass_fds=(3, 4),
-            preexec_fn=wire,
+            [sys.executable, "-ISc", WIRE, str(theirs_in), str(theirs_out), *words],
+            pass_fds=(theirs_in, theirs_out),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
