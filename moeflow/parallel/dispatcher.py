@@ -186,7 +186,7 @@ class RankDispatcher:
 
     def _to_experts(self, rows_RD: Tensor, way: Way) -> Tensor:
         if self._shared is not None:
-            return _Shared.apply(rows_RD, way, self._shared, False)
+            return _Shared.apply(rows_RD, way, self._shared, self.ep, False)
         two_hop = self._hops()
         if two_hop is not None:
             rows_RD = two_hop.exchange(rows_RD, way.arrived_WL.new_tensor(way.send))
@@ -196,7 +196,7 @@ class RankDispatcher:
 
     def _from_experts(self, rows_RD: Tensor, way: Way) -> Tensor:
         if self._shared is not None:
-            return _Shared.apply(rows_RD, way, self._shared, True)
+            return _Shared.apply(rows_RD, way, self._shared, self.ep, True)
         rows_RD = ops.regroup(rows_RD, way.arrived_WL, inverse=True)
         two_hop = self._hops()
         if two_hop is not None:
@@ -223,16 +223,17 @@ class _Shared(torch.autograd.Function):
     """Rows to their experts through shared memory, or back; the gradient of either is the other one."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, way: Way, shared: SharedRows, back: bool) -> Tensor:
-        ctx.way, ctx.shared, ctx.back = way, shared, back
-        return _through_memory(rows_RD, way, shared, back)
+    def forward(ctx: Any, rows_RD: Tensor, way: Way, shared: SharedRows, ep: Group, back: bool) -> Tensor:
+        ctx.way, ctx.shared, ctx.ep, ctx.back = way, shared, ep, back
+        return _through_memory(rows_RD, way, shared, ep, back)
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> Any:
-        return _through_memory(grad_RD, ctx.way, ctx.shared, not ctx.back), None, None, None
+        grad_RD = _through_memory(grad_RD, ctx.way, ctx.shared, ctx.ep, not ctx.back)
+        return grad_RD, None, None, None, None
 
 
-def _through_memory(rows_RD: Tensor, way: Way, shared: SharedRows, back: bool) -> Tensor:
+def _through_memory(rows_RD: Tensor, way: Way, shared: SharedRows, ep: Group, back: bool) -> Tensor:
     ranks, local = len(way.arrived), len(way.arrived[0])
     # At the source rows stand by rank and then by expert; at their experts, by expert and then by source.
     by_rank = _blocks([count for row in way.sent for count in row])
@@ -241,7 +242,7 @@ def _through_memory(rows_RD: Tensor, way: Way, shared: SharedRows, back: bool) -
     there = [by_expert[rank::ranks] for rank in range(ranks)]
     outgoing, incoming, num_rows = (there, here, sum(way.send)) if back else (here, there, sum(way.receive))
     out_RD = pool.empty((num_rows, *rows_RD.shape[1:]), rows_RD)
-    return shared.exchange(rows_RD.contiguous(), outgoing, out_RD, incoming)
+    return shared.exchange(ep, rows_RD.contiguous(), outgoing, out_RD, incoming)
 
 
 def _blocks(counts: list[int]) -> list[tuple[int, int]]:

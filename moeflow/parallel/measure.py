@@ -201,7 +201,7 @@ class _Bench:
         ends = [sum(counts[: rank + 1]) for rank in range(len(counts))]
         blocks = [[(end - count, end)] for end, count in zip(ends, counts, strict=True)]
         shared, out = self.shared, torch.empty_like(rows)
-        return lambda: shared.exchange(rows, blocks, out, blocks)
+        return lambda: shared.exchange(self.ep, rows, blocks, out, blocks)
 
     def _growth(self, profile: Profile) -> float:
         """What one shadowed expert costs beyond its bytes over one link: its parameters to all, its gradient back."""

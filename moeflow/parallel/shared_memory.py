@@ -49,8 +49,8 @@ class SharedRows:
     Made by `SharedRows.of`.
     """
 
-    def __init__(self, group: Group, board: Tensor, others: dict[int, _Neighbor]):
-        self._group, self._board, self._others = group, board, others
+    def __init__(self, rank: int, board: Tensor, others: dict[int, _Neighbor]):
+        self._rank, self._board, self._others = rank, board, others
         self._turn = 0
         self._held: Tensor | None = None
 
@@ -91,29 +91,35 @@ class SharedRows:
                 if memory is not None and int(memory[:8].view(torch.int64)) == their_token:
                     others[rank] = _Neighbor(pid, memory.view(torch.int64))
         all_found = collectives.gather_objects(len(others) == group.size - 1, group)
-        return cls(group, board, others) if all(all_found) else None
+        return cls(group.rank, board, others) if all(all_found) else None
 
     def exchange(
-        self, rows_RD: Tensor, outgoing: Sequence[Sequence[Block]], out_RD: Tensor, incoming: Sequence[Sequence[Block]]
+        self,
+        group: Group,
+        rows_RD: Tensor,
+        outgoing: Sequence[Sequence[Block]],
+        out_RD: Tensor,
+        incoming: Sequence[Sequence[Block]],
     ) -> Tensor:
         """Send rows to all ranks of the group and receive theirs.
 
         Args:
+            group: the one that this was made for.
             rows_RD: contiguous, on the CPU; must not be changed before the next exchange.  Rows of `pool.empty_rows`
                 are read by the others where they are, those of other memory from a copy.
             outgoing: for each rank, the blocks of `rows_RD` that it gets.
             out_RD: contiguous, of the same width and dtype; filled, and returned.
             incoming: for each rank, the blocks of `out_RD` that its rows fill: as many as it sends, as long.
         """
-        own = self._group.rank
+        own = self._rank
         rows_RD = self._tell(rows_RD, outgoing)
         for (out_lo, out_hi), (lo, hi) in zip(incoming[own], outgoing[own], strict=True):
             if lo < hi:
                 out_RD[out_lo:out_hi].copy_(rows_RD[lo:hi])
-        collectives.barrier(self._group, "all-to-all of rows")
+        collectives.barrier(group, "all-to-all of rows")
         # Everyone is here, so nobody reads what was sent before any more.
         self._held = rows_RD
-        with watched("all-to-all of rows", self._group, tuple(out_RD.shape)):
+        with watched("all-to-all of rows", group, tuple(out_RD.shape)):
             for rank, neighbor in self._others.items():
                 neighbor.read(out_RD, incoming[rank], self._turn, own * len(incoming[rank]))
         self._turn = 1 - self._turn
@@ -132,7 +138,7 @@ class SharedRows:
         return rows_RD
 
 
-# By process group, and gone with it.
+# By process group, and gone with it: so nothing in the value may hold on to the group.
 _opened: weakref.WeakKeyDictionary[Any, SharedRows | None] = weakref.WeakKeyDictionary()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from dataclasses import replace
 from datetime import timedelta
 
@@ -59,14 +61,15 @@ def test_the_same_as_gloo(world: int):
 
 def many_blocks() -> int:
     """More live rows than blocks that are shared: the rest travels from a copy, and descriptors do not run out."""
-    shared = SharedRows.of(group_of(None, "world"), 1)
+    group = group_of(None, "world")
+    shared = SharedRows.of(group, 1)
     assert shared is not None
     kept = []
     for number in range(3 * pool.MOST_SHARED):
         kept.append(pool.empty_rows((2, 2**15), torch.empty(0)).fill_(number))
         rows, out = kept[-1], torch.empty(2, 2**15)
         blocks = [[(0, 1)], [(1, 2)]]
-        assert (shared.exchange(rows, blocks, out, blocks) == number).all()
+        assert (shared.exchange(group, rows, blocks, out, blocks) == number).all()
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -108,12 +111,12 @@ def one_rank_stays_away() -> str:
     assert shared is not None
     blocks = [[(0, 1)], [(1, 2)]]
     rows, out = torch.ones(2, 8), torch.empty(2, 8)
-    shared.exchange(rows, blocks, out, blocks)
+    shared.exchange(group, rows, blocks, out, blocks)
     if group.rank == 1:
         time.sleep(8)
         return ""
     with pytest.raises(CollectiveError) as caught:
-        shared.exchange(rows, blocks, out, blocks)
+        shared.exchange(group, rows, blocks, out, blocks)
     return str(caught.value)
 
 
@@ -122,3 +125,20 @@ def test_a_rank_that_does_not_come_is_named():
     message = run_ranks(one_rank_stays_away, 2, timeout=40, init=False)[0]
     assert "all-to-all of rows over the world group (ranks 0, 1) did not finish" in message
     assert "did not arrive: 1" in message
+
+
+def gone_with_its_group() -> bool:
+    """A process group that somebody keeps alive to the end of the process would abort there."""
+    made = dist.new_group([0, 1])
+    seen = weakref.ref(made)
+    shared = SharedRows.of(group_of(made, "pair"), 1)
+    assert shared is not None
+    dist.destroy_process_group(made)
+    del made, shared
+    gc.collect()
+    return seen() is None
+
+
+@pytest.mark.distributed
+def test_nothing_holds_on_to_a_process_group():
+    assert run_ranks(gone_with_its_group, 2, timeout=40) == [True, True]
